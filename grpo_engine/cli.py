@@ -177,6 +177,17 @@ def _reference(argv: Sequence[str]) -> int:
     return run(config)
 
 
+def _parameters(argv: Sequence[str]) -> int:
+    """Holds the newest weights in host memory, and gives them to inference servers one after another."""
+    from grpo_engine.parameters.config import ParametersConfig
+
+    config = _parsed(ParametersConfig, argv, "parameters", _parameters)
+    _log_from(config.log_level)
+    from grpo_engine.parameters.main import run
+
+    return run(config)
+
+
 def _without_serve(argv: Sequence[str]) -> Sequence[str]:
     """Drop the `serve` of `python environment.py serve …`, which is all that an environment does here."""
     return argv[1:] if argv[:1] == ["serve"] else argv
@@ -322,6 +333,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "env": _env,
     "atropos-env": _atropos_env,
     "reference": _reference,
+    "parameters": _parameters,
     "train": _train,
     "launch": _launch,
     "check": _check,

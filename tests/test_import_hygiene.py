@@ -30,6 +30,7 @@ LIGHT = [
     "grpo_engine.export.config",
     "grpo_engine.server.config",
     "grpo_engine.reference.config",
+    "grpo_engine.parameters.config",
     "grpo_engine.rollouts.config",
     "grpo_engine.environments.config",
     "grpo_engine.environments.atropos.config",

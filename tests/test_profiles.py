@@ -17,6 +17,7 @@ from grpo_engine.environments.atropos.config import AtroposEnvConfig
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.flags import parse_flags
 from grpo_engine.models.random_models import published_shape
+from grpo_engine.parameters.config import ParametersConfig
 from grpo_engine.reference.config import ReferenceConfig
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.server.config import ServerConfig
@@ -84,6 +85,7 @@ SETTINGS = {
     "atropos-env": AtroposEnvConfig,
     "train": TrainerConfig,
     "reference": ReferenceConfig,
+    "parameters": ParametersConfig,
 }
 
 

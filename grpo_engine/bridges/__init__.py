@@ -12,11 +12,22 @@ from grpo_engine.bridges.lora_merged import LoraMerged
 from grpo_engine.bridges.lora_only import LoraOnly
 from grpo_engine.bridges.lora_restart import LoraRestart
 from grpo_engine.bridges.none import CheckpointReload
+from grpo_engine.bridges.parameter_service import ParameterService
 from grpo_engine.bridges.protocol import Bridge, BridgeContext, BridgeModel
 from grpo_engine.bridges.shared_vllm import SharedVllm
 from grpo_engine.bridges.turns import Turns
 
-_Any = SharedVllm | LoraMerged | LoraOnly | LoraRestart | CheckpointReload | Broadcast | Colocate | Turns
+_Any = (
+    SharedVllm
+    | LoraMerged
+    | LoraOnly
+    | LoraRestart
+    | CheckpointReload
+    | Broadcast
+    | ParameterService
+    | Colocate
+    | Turns
+)
 AnyBridge = Annotated[_Any, Field(discriminator="mode")]
 """Every bridge, chosen by `mode`."""
 
@@ -55,6 +66,7 @@ __all__ = [
     "LoraMerged",
     "LoraOnly",
     "LoraRestart",
+    "ParameterService",
     "SharedVllm",
     "Turns",
 ]

@@ -52,6 +52,8 @@ class BridgeContext:
     """Where checkpoints and adapters are put for the server to read; made when needed."""
     lora: LoraSettings
     """Used by the modes that train an adapter."""
+    parameter_urls: tuple[str, ...] = ()
+    """Of parameter services, that of this machine first; none: the weights are held in this process."""
     patience_s: float = 300.0
     """How long a server may be away (loading, restarting) before training fails."""
     server_flags: tuple[str, ...] = ()

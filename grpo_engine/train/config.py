@@ -240,6 +240,9 @@ class TrainConfig(Config):
     """Port of the inference server on this machine."""
     server_urls: tuple[str, ...] = ()
     """URLs of all inference servers, where there are several: each is sent the new weights. Empty: vllm_port."""
+    parameter_urls: tuple[str, ...] = ()
+    """URLs of parameter services (`grpo-engine parameters`), that of this machine first; for bridge mode
+    parameter_service, which else holds the newest weights in the trainer."""
     dry_run: bool = False
     """Print what would be trained and how much memory it takes, and exit: with 0 where it fits on the GPU, else 1."""
     card_gb: float | None = Field(None, gt=0)
@@ -509,7 +512,7 @@ class TrainConfig(Config):
             raise ValueError(f"{device!r} is not a device: use auto, cpu, cuda, or cuda:0")
         return device
 
-    @field_validator("atropos_url", "server_urls", "reference_urls")
+    @field_validator("atropos_url", "server_urls", "reference_urls", "parameter_urls")
     @classmethod
     def _is_a_url(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         for url in (value,) if isinstance(value, str) else value:

@@ -233,6 +233,7 @@ def bridge_context(
         dtype=config.dtype,
         device=config.device,
         server_urls=config.server_urls or (f"http://127.0.0.1:{config.vllm_port}",),
+        parameter_urls=config.parameter_urls,
         folder=folder.absolute(),
         server_flags=(
             *("--model-name", config.model_name, "--port", str(config.vllm_port), "--dtype", config.dtype),

@@ -15,6 +15,7 @@ FREE_SETTINGS = frozenset(
             "vllm_port",
             "server_urls",
             "reference_urls",
+            "parameter_urls",
             "reference_timeout_s",
             "probe",
             "dry_run",

@@ -130,6 +130,11 @@ def check_cluster(profile: Profile) -> Iterator[str]:
             'bridge.mode: "broadcast" connects trainer and servers over loopback, and a cluster may have them '
             'on several machines: use "none" or "lora_only"'
         )
+    if table.address is not None and getattr(profile.bridge, "mode", None) == "parameter_service":
+        yield (
+            'bridge.mode: "parameter_service" writes into memory that trainer and service share, and a cluster may '
+            'have them on several machines: use "none" or "lora_only", or start trainer and services by hand'
+        )
     if "shared_weights" in dict(getattr(profile.bridge, "server_settings", {}) or {}):
         yield (
             f"bridge.mode: {getattr(profile.bridge, 'mode', '')!r} shares memory between services on one GPU, and "

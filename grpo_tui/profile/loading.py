@@ -361,6 +361,7 @@ def _shared_settings(table: RawTable, policy: str | None) -> _Shared:
     servers = _servers_of_the_policy(table, trainer, policy)
     server_urls = [_url(server, "inference") for server in servers.values()]
     reference_urls = [_url(each, "reference") for each in _of_kind(table, "reference", policy).values()]
+    parameter_urls = [_url(each, "parameters") for each in _of_kind(table, "parameters", policy).values()]
     name = next(iter(_of_kind(table, "trainer", policy)), "") if trainer is not None else ""
     of_reference = f"services.{name}.reference_model" if trainer and trainer.get("reference_model") else "model.name"
     share, sharing = "gpu_memory_utilization", [n for n, each in servers.items() if _share_a_gpu(bridge, each, trainer)]
@@ -386,12 +387,14 @@ def _shared_settings(table: RawTable, policy: str | None) -> _Shared:
         },
         made={
             "inference": _server_settings(mode if policy is None else trained_mode),
+            "parameters": {"server_urls": server_urls} if servers else {},
             "environment": urls,
             "atropos_environment": urls,
             "trainer": {
                 **({"atropos_url": _url(api, "rollout_api")} if api is not None else {}),
                 **({"inference_service": list(servers)} if servers else {}),
                 **({"reference_urls": reference_urls} if reference_urls else {}),
+                **({"parameter_urls": parameter_urls} if parameter_urls else {}),
                 **({"server_urls": server_urls} if len(servers) > 1 and _updates_many_servers(trained_mode) else {}),
             },
         },

@@ -17,6 +17,7 @@ from grpo_tui.services.atropos_environment import AtroposEnvironment
 from grpo_tui.services.command import Command
 from grpo_tui.services.environment import Environment
 from grpo_tui.services.inference import Inference
+from grpo_tui.services.parameters import Parameters
 from grpo_tui.services.reference import Reference
 from grpo_tui.services.rollout_api import RolloutApi
 from grpo_tui.services.trainer import Trainer
@@ -185,6 +186,16 @@ def _no_service_is_idle_beside_a_trainer_that_samples(profile: Profile) -> Itera
                 )
 
 
+def _a_parameter_service_has_its_bridge(profile: Profile) -> Iterator[str]:
+    trainers = [service for service in profile.services.values() if isinstance(service, Trainer)]
+    for name, service in profile.services.items():
+        if isinstance(service, Parameters) and trainers and all(t.bridge.mode != "parameter_service" for t in trainers):
+            yield (
+                f"services.{name}.kind: parameters, and with bridge.mode {trainers[0].bridge.mode} nothing is pushed "
+                "to it: set bridge.mode to parameter_service, or remove this service"
+            )
+
+
 def _one_server_writes_a_bridge_file(profile: Profile) -> Iterator[str]:
     writers: dict[tuple[str | None, Path | None], str] = {}
     for name, service in profile.services.items():
@@ -273,6 +284,7 @@ STACK_CHECKS: tuple[Callable[[Profile], Iterator[str]], ...] = (
     _a_server_to_restart_has_a_name,
     _weights_reach_every_server,
     _no_service_is_idle_beside_a_trainer_that_samples,
+    _a_parameter_service_has_its_bridge,
     _one_server_writes_a_bridge_file,
     _trainer_alone_writes_metrics,
     _policies_are_whole,

@@ -18,6 +18,7 @@ KINDS = {
     "atropos_environment": "AtroposEnvironment",
     "trainer": "Trainer",
     "reference": "Reference",
+    "parameters": "Parameters",
 }
 """Class by kind; the kind is the name of its module. A new kind is one new file and one name here."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from grpo_engine.bridges import Broadcast, Turns
+from grpo_engine.bridges import Broadcast, ParameterService, Turns
 from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
 from grpo_engine.bridges.transport.in_place import InPlaceSettings
 from grpo_engine.colocate.config import TrainerConfig
@@ -93,7 +93,10 @@ class Trainer(Service, OfPolicy, TrainerConfig):
             update["run_folder"] = folder
         if isinstance(self.bridge, InPlaceSettings) and self.bridge.config_path is None:
             update["bridge"] = self.bridge.model_copy(update={"config_path": folder / BRIDGE_FILE})
-        if isinstance(self.bridge, CheckpointSettings | Broadcast | Turns) and self.bridge.handover is None:
+        if (
+            isinstance(self.bridge, CheckpointSettings | Broadcast | ParameterService | Turns)
+            and self.bridge.handover is None
+        ):
             update["bridge"] = self.bridge.model_copy(update={"handover": folder / HANDOVER_FOLDER})
         if self.environment is not None and self.environment.state_file is None:
             file = item_state_file(place.run_folder, name)

@@ -28,7 +28,7 @@ MODES = [
     pytest.param({"mode": "broadcast"}, id="broadcast"),
     *(
         pytest.param(settings, id=settings["mode"], marks=pytest.mark.extended("the same test with broadcast"))
-        for settings in ({"mode": "none", "every_steps": 1}, {"mode": "lora_only"})
+        for settings in ({"mode": "none", "every_steps": 1}, {"mode": "lora_only"}, {"mode": "parameter_service"})
     ),
 ]
 

@@ -1,0 +1,210 @@
+"""Transport parameter service: a version is written into host memory, from where each server loads it in its turn.
+
+The store is a service of its own (`grpo-engine parameters`), or, without one, in this process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Placement, Update
+from grpo_engine.bridges.transport.parameter_store import ParameterStore
+from grpo_engine.bridges.transport.server_client import ServerClient
+from grpo_engine.bridges.transport.servers import Servers
+from grpo_engine.errors import BridgeError, PeerUnavailable
+from grpo_engine.wire.parameters import (
+    BEGIN_ROUTE,
+    COMMIT_ROUTE,
+    STATE_ROUTE,
+    BeginAnswer,
+    BeginRequest,
+    CommitRequest,
+    ParametersState,
+)
+
+_POLL_S = 0.02
+KEPT = "kept-parameters"
+
+
+class Store(Protocol):
+    """Where versions go."""
+
+    def begin(self, request: BeginRequest) -> Path:
+        """A folder to write a version into."""
+
+    def commit(self, policy_version: int) -> ParametersState:
+        """What was written is complete."""
+
+    def states(self) -> list[ParametersState]:
+        """Of every machine."""
+
+    def close(self) -> None:
+        """Leave it."""
+
+
+class OwnStore:
+    """In this process."""
+
+    def __init__(self, store: ParameterStore) -> None:
+        self._store = store
+
+    def begin(self, request: BeginRequest) -> Path:
+        """See `ParameterStore`."""
+        return self._store.begin(request)
+
+    def commit(self, policy_version: int) -> ParametersState:
+        """See `ParameterStore`."""
+        return self._store.commit(policy_version)
+
+    def states(self) -> list[ParametersState]:
+        """Of this machine."""
+        self._store.roll()
+        return [self._store.state()]
+
+    def close(self) -> None:
+        """Remove the versions."""
+        self._store.close()
+
+
+class RemoteStore:
+    """Parameter services: the first is on this machine, the others have the versions from it."""
+
+    def __init__(self, context: BridgeContext) -> None:
+        self._clients = [
+            ServerClient(url, patience_s=context.patience_s, is_stopping=context.is_stopping)
+            for url in context.parameter_urls
+        ]
+
+    def begin(self, request: BeginRequest) -> Path:
+        """A folder of the first service."""
+        return Path(self._clients[0].ask("POST", BEGIN_ROUTE, request, BeginAnswer).path)
+
+    def commit(self, policy_version: int) -> ParametersState:
+        """Have the first service hand it out."""
+        request = CommitRequest(policy_version=policy_version)
+        return self._clients[0].ask("POST", COMMIT_ROUTE, request, ParametersState)
+
+    def states(self) -> list[ParametersState]:
+        """Of every machine."""
+        return [client.ask("GET", STATE_ROUTE, None, ParametersState) for client in self._clients]
+
+    def close(self) -> None:
+        """The services keep the newest version, for servers that start."""
+        for client in self._clients:
+            client.close()
+
+
+class ParameterServiceBridge:
+    """See `grpo_engine.bridges.protocol.Bridge`."""
+
+    def __init__(
+        self,
+        context: BridgeContext,
+        placement: Placement,
+        *,
+        folder: Path,
+        push_every: int,
+        pull_every: int,
+        overlap: bool,
+    ) -> None:
+        self._context, self._placement, self._folder = context, placement, folder
+        self._push_every, self._pull_every, self._overlap = push_every, pull_every, overlap
+        self._servers = Servers(context)
+        self._store: Store | None = None
+        self._pushed: int | None = None
+
+    def attach(self) -> BridgeModel:
+        """Find the servers, load the model, and find or make the store."""
+        infos = self._servers.find(self._advice)
+        model = self._placement.load()
+        if self._context.parameter_urls:
+            self._store = RemoteStore(self._context)
+            self._store.states()
+        else:
+            self._store = OwnStore(
+                ParameterStore(self._folder, self._context.server_urls, is_stopping=self._context.is_stopping)
+            )
+        return BridgeModel(
+            model=model,
+            is_shared=False,
+            policy_version=max(info.policy_version for info in infos),
+            save=self._placement.save,
+        )
+
+    def publish(self, version: int, write: Callable[[], None]) -> Update | None:
+        """Write the new values; push them if a push is due."""
+        write()
+        if self._pushed is not None and 0 < version - self._pushed < self._push_every:
+            return None
+        from grpo_engine.models.loading import resolve_model
+
+        assert self._store is not None
+        request = BeginRequest(
+            policy_version=version,
+            model=resolve_model(self._context.model_name),
+            most_bytes=self._placement.max_bytes(),
+            pull_every=self._pull_every,
+        )
+        path = self._store.begin(request)
+        self._placement.write(path, path.parent / KEPT)
+        num_bytes = sum(file.stat().st_size for file in path.iterdir())
+        self._store.commit(version)
+        self._pushed = version
+        states = self._store.states() if self._overlap else self._settled(version)
+        servers = [each for state in states for each in state.servers]
+        return Update(
+            pause_s=max(state.longest_s for state in states),
+            num_bytes=num_bytes,
+            num_servers=sum(each.policy_version == version and not each.is_away for each in servers),
+        )
+
+    def poll_server(self) -> None:
+        """Nothing: the store looks after the servers."""
+
+    def prepare_step(self) -> None:
+        """Wait until the servers that answer have what is due to them; one of them must."""
+        if self._pushed is not None and not self._overlap:
+            self._settled(self._pushed)
+
+    def close(self) -> None:
+        """Leave the store."""
+        self._servers.close()
+        if self._store is not None:
+            self._store.close()
+
+    def _settled(self, version: int) -> list[ParametersState]:
+        """The states of all machines once servers have what is due to them.
+
+        Raises:
+            PeerUnavailable: no server of a machine answers for `patience_s`.
+            BridgeError: one refuses the version.
+        """
+        assert self._store is not None
+        until = time.monotonic() + self._context.patience_s
+        while True:
+            states = self._store.states()
+            problem = next((state.problem for state in states if state.problem), "")
+            if problem:
+                raise BridgeError(f"version {version} cannot be served: {problem}")
+            if all(
+                state.policy_version == version
+                and state.is_settled
+                and (not state.servers or any(not each.is_away for each in state.servers))
+                for state in states
+            ):
+                return states
+            if time.monotonic() > until or self._context.is_stopping():
+                urls = ", ".join(each.url for state in states for each in state.servers if each.is_away)
+                raise PeerUnavailable(
+                    f"version {version} is not served after {self._context.patience_s:g} s: no answer of {urls}; look "
+                    "at the logs of the inference servers"
+                )
+            time.sleep(_POLL_S)
+
+    def _advice(self, port: int) -> str:
+        return (
+            f"start it (grpo-engine server --model {self._context.model_name} --port {port} --handover {self._folder})"
+        )

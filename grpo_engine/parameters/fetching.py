@@ -1,0 +1,129 @@
+"""Fetches versions from the parameter service of the trainer's machine into the store of this one."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+from pydantic import ValidationError
+
+from grpo_engine.bridges.transport.parameter_store import ParameterStore
+from grpo_engine.errors import BridgeError, GrpoError, PeerUnavailable
+from grpo_engine.wire.access_token import find_token
+from grpo_engine.wire.bounded_answers import allowing
+from grpo_engine.wire.parameters import FILE_ROUTE, STATE_ROUTE, BeginRequest, ParametersState
+from grpo_engine.wire.run_folder import HANDOVER_NOTE
+from grpo_engine.wire.token_clients import open_client
+
+LOOK_EVERY_S = 0.2
+_WITHIN_S = 60.0
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""A file of a checkpoint: never hidden, never in another folder."""
+_MOST_FILES = 10_000
+
+log = logging.getLogger(__name__)
+
+
+class Fetcher:
+    """A thread that looks for newer versions."""
+
+    def __init__(self, source: str, store: ParameterStore, http: httpx.Client | None = None) -> None:
+        """Look for nothing until `start`.
+
+        Args:
+            http: of the source; None: a new one.
+        """
+        self._source, self._store = source.rstrip("/"), store
+        self._http = http or open_client(find_token(os.environ), base_url=self._source, timeout=_WITHIN_S)
+        self._fetched: tuple[str, int] | None = None
+        """Start of the source, and number of the version there."""
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fetcher", daemon=True)
+
+    def start(self) -> None:
+        """Look for versions until `close`."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._http.close()
+
+    def _run(self) -> None:
+        said = ""
+        while not self._is_closed.wait(LOOK_EVERY_S):
+            try:
+                self.look()
+                said = ""
+            except (httpx.HTTPError, GrpoError, OSError) as error:
+                if str(error) != said:
+                    log.warning("%s: %s; trying again", self._source, error)
+                said = str(error)
+
+    def look(self) -> None:
+        """Fetch the newest version of the source, unless it is here.
+
+        Raises:
+            httpx.HTTPError, PeerUnavailable: the source does not answer, or has a newer version by now.
+            BridgeError: what arrived is not what the source has.
+            OSError: it cannot be written here.
+        """
+        state = self._state()
+        if state.number == 0 or (state.instance, state.number) == self._fetched:
+            return
+        names = [name for name in state.files if name != HANDOVER_NOTE]
+        bad = next((name for name in names if _NAME.fullmatch(name) is None), None)
+        if bad is not None or len(names) > _MOST_FILES:
+            raise BridgeError(f"{self._source}: a version of {len(names)} files, of which {bad!r} is no file name")
+        request = BeginRequest(
+            policy_version=state.policy_version,
+            model=state.model,
+            most_bytes=2 * sum(state.files.values()),
+            pull_every=state.pull_every,
+        )
+        folder = self._store.begin(request)
+        for name in names:
+            self._fetch(state, name, folder / name)
+        self._store.commit(state.policy_version)
+        self._fetched = (state.instance, state.number)
+        log.info("version %d fetched from %s: %d files", state.policy_version, self._source, len(names))
+
+    def _state(self) -> ParametersState:
+        response = self._http.get(STATE_ROUTE)
+        if not response.is_success:
+            raise PeerUnavailable(f"answered {response.status_code}: {response.text[:200]}")
+        try:
+            return ParametersState.model_validate_json(response.content)
+        except ValidationError:
+            raise PeerUnavailable("is no parameter service") from None
+
+    def _fetch(self, state: ParametersState, name: str, path: Path) -> None:
+        route, size = f"{FILE_ROUTE}/{state.number}/{name}", state.files[name]
+        digest, num_bytes = hashlib.sha256(), 0
+        try:
+            with self._http.stream("GET", route, extensions=allowing(size)) as response, path.open("xb") as file:
+                if not response.is_success:
+                    raise PeerUnavailable(f"{route}: answered {response.status_code}; there may be a newer version")
+                for part in response.iter_raw():
+                    num_bytes += len(part)
+                    digest.update(part)
+                    file.write(part)
+            expected = self._http.get(f"{route}/sha256")
+            if not expected.is_success:
+                raise PeerUnavailable(f"{route}: answered {expected.status_code}; there may be a newer version")
+            if num_bytes != size or digest.hexdigest() != expected.text:
+                raise BridgeError(
+                    f"{route}: {num_bytes:,} bytes of {size:,} arrived, or others than were sent (SHA-256); not used"
+                )
+        except BaseException:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
