@@ -168,6 +168,8 @@ class Mode(Config):
     """Probable cause and advice where a server acknowledged new weights and computes with the old ones."""
     shares_memory: ClassVar[bool] = False
     """Whether trainer and server map the same weights."""
+    is_of_one_device: ClassVar[bool] = False
+    """Whether trainer and server must be on the same device."""
     trains_over_ranks: ClassVar[bool] = False
     """Whether a trainer of several ranks can use it."""
     takes_turns: ClassVar[bool] = False

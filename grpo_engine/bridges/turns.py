@@ -31,6 +31,7 @@ class Turns(Mode):
         "restart the server with --enable-sleep-mode and without quantization",
     )
     takes_turns: ClassVar[bool] = True
+    is_of_one_device: ClassVar[bool] = True
     server_settings: ClassVar[Mapping[str, bool]] = {"enable_sleep_mode": True}
     mode: Annotated[Literal["turns"], Flag(("--weight-bridge-mode",))] = "turns"
     """How new weights reach inference."""

@@ -135,7 +135,7 @@ def check_cluster(profile: Profile) -> Iterator[str]:
             'bridge.mode: "parameter_service" writes into memory that trainer and service share, and a cluster may '
             'have them on several machines: use "none" or "lora_only", or start trainer and services by hand'
         )
-    if "shared_weights" in dict(getattr(profile.bridge, "server_settings", {}) or {}):
+    if getattr(profile.bridge, "is_of_one_device", False):
         yield (
             f"bridge.mode: {getattr(profile.bridge, 'mode', '')!r} shares memory between services on one GPU, and "
             'a cluster gives each its own: use "none" or "lora_only"'

@@ -483,6 +483,15 @@ def _updates_many_servers(mode: str) -> bool:
     return mode in BY_MODE and BY_MODE[mode].updates_many_servers
 
 
+def _is_of_one_device(mode: str) -> bool:
+    """Whether a mode needs trainer and server on one device."""
+    if not mode:
+        return False
+    from grpo_engine.bridges import BY_MODE
+
+    return mode in BY_MODE and BY_MODE[mode].is_of_one_device
+
+
 def _server_settings(mode: str) -> RawTable:
     """What a mode needs of the server; bridges are imported only for a profile that has one."""
     if not mode:
@@ -493,11 +502,11 @@ def _server_settings(mode: str) -> RawTable:
 
 
 def _share_a_gpu(bridge: RawTable, inference: RawTable | None, trainer: RawTable | None) -> bool:
-    """Whether inference and a rank of the trainer use one GPU: always if they share weights, else if both name it."""
+    """Whether inference and a rank of the trainer use one GPU: always if the mode needs it, else if both name it."""
     gpus = [service.get("gpus") for service in (inference, trainer) if service is not None]
-    shares_memory = "shared_weights" in _server_settings(str(bridge.get("mode", "")))
+    are_together = _is_of_one_device(str(bridge.get("mode", "")))
     first, *others = [{*map(str, each)} for each in gpus if isinstance(each, list)] or [set()]
-    return shares_memory or any(first & other for other in others)
+    return are_together or any(first & other for other in others)
 
 
 def _url(service: RawTable, kind: str) -> str:

@@ -41,7 +41,8 @@ def with_replicas(table: RawTable) -> Spread:
 
 
 def _shares_weights(table: RawTable) -> bool:
-    """Whether the mode of a profile shares memory; bridges are imported only where this matters."""
+    """Whether the mode of a profile needs trainer and server on the same GPUs; bridges are imported only where this
+    matters."""
     bridge, services = table.get("bridge"), table.get("services")
     tables = services.values() if isinstance(services, dict) else ()
     if not isinstance(bridge, dict) or not any(isinstance(each, dict) and "num_devices" in each for each in tables):
@@ -49,7 +50,7 @@ def _shares_weights(table: RawTable) -> bool:
     from grpo_engine.bridges import BY_MODE
 
     mode = BY_MODE.get(str(bridge.get("mode")))
-    return mode is not None and "shared_weights" in dict(mode.server_settings)
+    return mode is not None and mode.is_of_one_device
 
 
 def _spread(table: RawTable) -> Spread:

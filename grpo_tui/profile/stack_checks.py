@@ -130,6 +130,21 @@ def _shared_memory_of(name: str, trainer: Trainer, server_name: str, server: Inf
             )
 
 
+def _turns_are_taken_on_one_gpu(profile: Profile) -> Iterator[str]:
+    """A server that sleeps during steps is on the trainer's GPU, through which its weights are handed over."""
+    for name, service in profile.services.items():
+        if not isinstance(service, Trainer) or not service.bridge.takes_turns or service.device == "cpu":
+            continue
+        for server_name, server in _servers_of(profile, service).items():
+            ours, theirs = list(service.gpus or (0,)), list(server.gpus or (0,))
+            if server.device != "cpu" and ours != theirs:
+                yield (
+                    f"services.{name}.gpus: {ours}, and services.{server_name}.gpus is {theirs}: with bridge.mode "
+                    f"{service.bridge.mode} both have the memory of one GPU in turn: set both to the same, or "
+                    "bridge.mode to broadcast"
+                )
+
+
 def _a_server_to_restart_has_a_name(profile: Profile) -> Iterator[str]:
     for name, service in profile.services.items():
         if not isinstance(service, Trainer):
@@ -281,6 +296,7 @@ STACK_CHECKS: tuple[Callable[[Profile], Iterator[str]], ...] = (
     _completions_leave_room_for_a_prompt,
     _shared_weights_have_their_bridge,
     _shared_memory_is_of_the_same_gpus,
+    _turns_are_taken_on_one_gpu,
     _a_server_to_restart_has_a_name,
     _weights_reach_every_server,
     _no_service_is_idle_beside_a_trainer_that_samples,

@@ -174,6 +174,12 @@ EXACT_FAULTS: list[tuple[str, list[str], str]] = [
      "--set services.trainer.gpus=[1]: [1], and services.vllm.gpus is not set, so the first: bridge.mode shared_vllm "
      "maps the memory of the server's GPUs, in their order: set both to the same, or bridge.mode to broadcast, none or "
      "lora_only"),
+    (STACK, ["services.trainer.gpus=[1]", "bridge.mode=turns"],
+     "--set services.trainer.gpus=[1]: [1], and services.vllm.gpus is [0]: with bridge.mode turns both have the memory "
+     "of one GPU in turn: set both to the same, or bridge.mode to broadcast"),
+    (STACK, ["services.vllm.tensor_parallel_size=2", "bridge.mode=turns"],
+     "--set services.vllm.tensor_parallel_size=2: services.vllm: enable_sleep_mode with tensor_parallel_size 2: whole "
+     "weights are handed to one GPU: set it to 1"),
     (STACK, ["services.trainer.gpus=[1, 2]"],
      "--set services.trainer.gpus=[1, 2]: 2 ranks, and services.vllm.tensor_parallel_size is 1: with bridge.mode "
      "shared_vllm each rank maps the weights of one process of the server: set services.trainer.gpus = [0], or "

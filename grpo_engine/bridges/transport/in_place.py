@@ -43,6 +43,7 @@ class InPlaceSettings(Mode):
     """Settings of the modes whose model is mapped from the server's memory."""
 
     shares_memory: ClassVar[bool] = True
+    is_of_one_device: ClassVar[bool] = True
     server_settings: ClassVar[Mapping[str, bool]] = {"shared_weights": True}
     config_path: Annotated[Path | None, Flag(("--vllm-config-path",))] = None
     """The server's bridge file; default: $VLLM_BRIDGE_CONFIG_PATH, else $LOGDIR/vllm_bridge_config.json."""

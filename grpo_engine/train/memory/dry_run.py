@@ -178,12 +178,21 @@ def card_now(config: TrainConfig) -> Card | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) + CUDA_CONTEXT_BYTES  # the call created it
     return Card(
         name=torch.cuda.get_device_name(device),
         total_bytes=total,
-        free_bytes=free + torch.cuda.memory_reserved(device) + CUDA_CONTEXT_BYTES,  # the call created it
+        free_bytes=free_in_a_step(config, free_bytes=free, total_bytes=total),
         inference_share=config.gpu_memory_utilization if _shares_card(config) else None,
     )
+
+
+def free_in_a_step(config: TrainConfig, *, free_bytes: int, total_bytes: int) -> int:
+    """What is free while a step is computed: a server that takes turns with the trainer sleeps then, and may be awake
+    now."""
+    if not config.bridge.takes_turns or config.bridge.samples_in_process:
+        return free_bytes
+    return min(free_bytes + int(config.gpu_memory_utilization * total_bytes), total_bytes)
 
 
 def card_before_inference(config: TrainConfig) -> Card | None:

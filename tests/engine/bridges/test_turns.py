@@ -21,12 +21,13 @@ from grpo_engine.bridges.memory.staging import Filler, Piece, Staging, pieces_by
 from grpo_engine.bridges.memory.turn_lock import TurnLock
 from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY
 from grpo_engine.bridges.placement.own import OwnModel
+from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.bridges.transport.turns import TurnsBridge
 from grpo_engine.bridges.transport.weight_group import Checksum
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.torch.weights import open_weights
-from grpo_engine.wire.inference import TensorShape
+from grpo_engine.wire.inference import SleepAnswer, TensorShape
 from grpo_engine.wire.log_lines import WAITING_FOR_STEP
 
 pytestmark = pytest.mark.slow
@@ -186,6 +187,31 @@ def test_a_server_that_is_killed_during_a_step_loads_when_the_step_is_computed(
         while state_of(own_server) != "awake":
             bridge.poll_server()  # as a trainer does that waits for a batch
         assert_agreement(own_server.now, model, 2)
+
+
+def test_a_server_that_is_killed_while_it_takes_weights_gets_all_of_them_after_its_restart(
+    own_server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = bridge_context(own_server.model, own_server.url, tmp_path)
+    bridge = TurnsBridge(context, OwnModel(context), handover=tmp_path / "handover", staging_bytes=4000, check_every=1)
+    take = ServerClient.take
+
+    def kill_before_the_third(self: ServerClient, number: int) -> SleepAnswer:
+        if number == 2:
+            own_server.end(signal.SIGKILL)
+        return take(self, number)
+
+    with closing(bridge):
+        model = bridge.attach().model.eval()
+        bridge.publish(1, shift(model, 1))
+        bridge.prepare_step()
+        with monkeypatch.context() as patch:
+            patch.setattr(ServerClient, "take", kill_before_the_third)
+            assert bridge.publish(2, shift(model, 2)) is None
+        own_server.start()
+        bridge.prepare_step()  # a batch had been complete before
+        bridge.publish(3, shift(model, 3))
+        assert_agreement(own_server.now, model, 3)
 
 
 def test_a_step_waits_for_a_server_that_loads(own_server: Serving, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from grpo_engine.models.lora import add_lora
 from grpo_engine.models.merged_lora import MergedLora
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.memory.advice import advice
-from grpo_engine.train.memory.dry_run import card_of_size, model_shape
+from grpo_engine.train.memory.dry_run import card_of_size, free_in_a_step, model_shape
 from grpo_engine.train.memory.plan import (
     CUDA_CONTEXT_BYTES,
     Card,
@@ -491,3 +491,24 @@ def test_shards_in_main_memory_take_none_of_the_card() -> None:
     parts = {part.name: part.num_bytes for part in memory_plan(model_shape(LLAMA_8B, config), config).parts}
     assert parts["master weights"] == parts["gradients"] == parts["optimizer state"] == 0
     assert parts["gathered layers"] > 0
+
+
+def test_a_step_has_the_memory_of_a_server_that_sleeps_meanwhile() -> None:
+    def free(mode: str, free_bytes: int) -> int:
+        config = settings(bridge={"mode": mode}, gpu_memory_utilization=0.4)
+        return free_in_a_step(config, free_bytes=free_bytes, total_bytes=1000)
+
+    assert free("turns", 550) == 950  # awake now
+    assert free("turns", 900) == 1000  # asleep already
+    assert free("none", 550) == 550
+
+
+def test_a_mode_of_turns_plans_a_step_beside_a_sleeping_engine_and_staging_memory() -> None:
+    model = model_shape(
+        LlamaConfig(vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=2), settings()
+    )
+    parts = {
+        mode: {part.name: part.num_bytes for part in memory_plan(model, settings(bridge=bridge, device="cuda")).parts}
+        for mode, bridge in {"turns": {"mode": "turns", "staging_mb": 7}, "none": {"mode": "none"}}.items()
+    }
+    assert parts["turns"] == parts["none"] | {"engine, asleep": 1_400_000_000, "staging memory": 7_000_000}
