@@ -258,7 +258,8 @@ def test_every_extra_installs_something_that_is_used() -> None:
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     of_all = set(extras["all"][0].removeprefix("grpo-tui[").removesuffix("]").split(","))
     assert of_all == {"vllm", "data", "trackers"}
-    names_of_readers = {"all", "example_trainer"}
+    names_of_readers = {"all", "example_trainer", "async_rl"}
+    assert all(set(re.findall(r"[a-z]+(?=[],])", extras[name][0])) <= of_all for name in names_of_readers)
     files = [root / "Makefile", root / "README.md", *root.glob("grpo_*/**/*.py"), *root.glob("docs/*.md")]
     named = "\n".join(re.findall(r"\[([a-z,-]+)\]'", "\n".join(file.read_text() for file in files)))
     assert not {name for name in extras.keys() - names_of_readers if name not in re.split(r"[,\n]", named)}
