@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from grpo_engine.models.config import is_from_hub
-from grpo_engine.models.local import LOCAL_MODELS, local_model_folder
-
 LIMIT_S = 0.8
 """For all answers; what a hub that has not accepted a connection by then would have answered is not known."""
 REACHED = 200
@@ -67,6 +64,9 @@ def cache_state(name: str) -> CacheState:
 
 def known_config(name: str) -> Mapping[str, Any] | None:
     """The `config.json` of a model that is on this machine: a folder, made here, or in the hub's cache."""
+    from grpo_engine.models.config import is_from_hub  # here, since few commands need it
+    from grpo_engine.models.local import LOCAL_MODELS, local_model_folder
+
     if name in LOCAL_MODELS:
         folder = local_model_folder(name)
     elif not is_from_hub(name):

@@ -65,6 +65,8 @@ class Training:
     """Whether a first save fails on rank 0, before the one that counts."""
     file: BridgeFile | None = None
     """Parts of the model in shared memory, one for each rank, which train there as mode shared_vllm."""
+    next_file: BridgeFile | None = None
+    """Of the server that takes the place of the first one after each step; the trainer saves between."""
     is_served: bool = False
     """Whether the parts are those of the inference server that the settings name."""
     device: str = "cpu"
@@ -161,9 +163,12 @@ def _lead(training: Training, config: TrainConfig, context: BridgeContext, ranks
         return
     if training.file is not None:
         part = MappedPart(str(training.model), training.file, ranks)
-        model = BridgeModel(model=part.model, is_shared=True, policy_version=0, save=part.save)
+        model = BridgeModel(
+            **{"model": part.model, "is_shared": True, "policy_version": 0, "save": part.save},
+            prepare_save=lambda: None if part.is_mapped else part.write(trainee.write_weights),
+        )
         trainee = Trainee(model, config, ranks)
-        _train_parts(training, trainee, lambda: part.write(trainee.write_weights))
+        _train_parts(training, trainee, lambda: _move(part, trainee, training))
         return
     if ranks.size > 1:
         placement: Placement = config.bridge.rank_placement(context)
@@ -186,6 +191,15 @@ def _lead(training: Training, config: TrainConfig, context: BridgeContext, ranks
         pass
 
 
+def _move(part: MappedPart, trainee: Trainee, training: Training) -> None:
+    """Write the weights; into another server's memory if there is one."""
+    if training.next_file is not None:
+        part.release(is_kept=lambda tensor: not tensor.requires_grad)
+        trainee.save(training.folder / "unmapped", step=1, policy_version=0, lease="", settings={})
+        part.remap(training.next_file)
+    part.write(trainee.write_weights)
+
+
 def _train_parts(training: Training, trainee: Trainee, publish: Callable[[], object]) -> None:
     save_path = training.folder / "checkpoints"
     metrics = _train_steps(training, trainee, save_path, publish)
@@ -204,6 +218,7 @@ def _train_steps(
     if training.steps.start:
         folder = save_path / f"step_{training.steps.start}"
         trainee.restore(checkpoints.load(folder, model_name=trainee.config.model_name))
+        publish()
     metrics = []
     for step in training.steps:
         metrics.append(gradient_step(trainee, batch_of(training, step), step=step, policy_version=step).metrics)

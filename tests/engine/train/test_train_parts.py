@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rank_training import Trained, Training, make_model, train_on_ranks
+from safetensors.torch import load_file
 from training import settings
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from weight_parts import exported_parts, whole_weights
 
+from grpo_engine.bridges.memory.shared_tensors import map_tensors
 from grpo_engine.train.memory.dry_run import model_shape
 from grpo_engine.train.memory.plan import memory_plan, part_of_model
 
@@ -47,8 +50,9 @@ def train_both(
     """
     own = {"lr": 1e-4, **changes}
     model = make_model(folder / "model", config=MODELS[name])
+    stem = f"parts-{os.getpid()}"
     one = train_on_ranks(Training(model=model, folder=folder / "1", num_ranks=1, steps=range(steps), settings=own))
-    with exported_parts(model, num_parts, f"parts-{os.getpid()}") as file:
+    with exported_parts(model, num_parts, stem) as file:
         several = train_on_ranks(
             Training(
                 **{"model": model, "folder": folder / "n", "num_ranks": num_parts, "steps": range(steps)},
@@ -110,3 +114,40 @@ def test_the_memory_plan_counts_what_a_rank_has(name: str, tmp_path: Path) -> No
     assert memory_plan(model_shape(MODELS[name], config), config).num_trained == sum(
         math.prod(part.whole) for part in file.parts[0].values()
     )
+
+
+def test_trainers_of_parts_and_of_the_whole_resume_each_other(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", config=MODELS["llama"])
+
+    def train(folder: str, steps: range, num_parts: int) -> Trained:
+        own = {"lr": 1e-4, "bridge": {"mode": "shared_vllm"}}
+        training = Training(model=model, folder=tmp_path / folder, num_ranks=num_parts, steps=steps, settings=own)
+        if num_parts == 1:
+            return train_on_ranks(replace(training, settings={"lr": 1e-4}))
+        with exported_parts(model, num_parts, f"parts-{os.getpid()}") as file:
+            return train_on_ranks(replace(training, file=file))
+
+    whole = train("whole", range(4), 1)
+    train("resumed", range(2), 2)
+    train("resumed", range(2, 3), 1)
+    assert_equal(whole, train("resumed", range(3, 4), 2))
+
+
+def test_parts_are_written_to_the_memory_of_the_next_server_and_saved_without_one(tmp_path: Path) -> None:
+    """The lower layer is frozen: each rank keeps its values in main memory."""
+    model = make_model(tmp_path / "model", config=MODELS["llama, one key head"])
+    stem, own = f"parts-{os.getpid()}", {"lr": 1e-4, "train_layer_indices": "1"}
+    training = Training(model=model, folder=tmp_path / "1", num_ranks=1, steps=range(1), settings=own)
+    one = train_on_ranks(training)
+    with exported_parts(model, 2, f"{stem}-a") as first, exported_parts(model, 2, f"{stem}-b") as second:
+        for tensor in (tensor for part in second.parts for tensor in map_tensors(part).values()):
+            tensor.fill_(torch.nan)
+        own |= {"bridge": {"mode": "shared_vllm"}}
+        two = train_on_ranks(
+            replace(training, folder=tmp_path / "2", num_ranks=2, settings=own, file=first, next_file=second)
+        )
+        assert_equal(one, two)
+        unmapped = load_file(tmp_path / "2/unmapped/step_1/model.safetensors")
+        for key, value in whole_weights(second).items():
+            assert torch.equal(value, two.parameters[key]), key
+            assert torch.equal(value, unmapped[key]), key
