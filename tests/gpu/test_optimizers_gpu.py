@@ -59,7 +59,8 @@ def test_8_bit_adamw_follows_that_of_bitsandbytes_and_continues_its_checkpoint()
     random = torch.Generator("cuda").manual_seed(0)
     start = [torch.randn(shape, device="cuda", generator=random) for shape in ((300, 4099), (100,))]  # 8 bits; fp32
     theirs, ours = ([nn.Parameter(value.clone()) for value in start] for _ in range(2))
-    reference = bitsandbytes.optim.AdamW8bit(theirs, lr=1e-3, weight_decay=0.0)
+    groups = [{"params": [each]} for each in theirs]  # matrices and vectors, as of `build_optimizer`
+    reference = bitsandbytes.optim.AdamW8bit(groups, lr=1e-3, weight_decay=0.0)
     optimizer = build_optimizer(ours, OptimizerSettings(name="adamw_8bit", lr=1e-3))
     assert type(optimizer) is not type(reference)
 
@@ -113,18 +114,20 @@ def test_a_saved_state_resumes_bit_for_bit(name: OptimizerName, kind: MasterKind
         backward(parameters)
         masters.step(optimizer)
     file = io.BytesIO()
-    torch.save((masters.state_dict(), optimizer.state_dict(), torch.cuda.get_rng_state()), file)
+    generators = (torch.get_rng_state(), torch.cuda.get_rng_state())
+    torch.save((masters.state_dict(), optimizer.state_dict(), generators), file)
     backward(parameters)
     masters.step(optimizer)
 
     file.seek(0)
-    values, state, generator = torch.load(file, map_location="cpu", weights_only=True)
+    values, state, generators = torch.load(file, map_location="cpu", weights_only=True)
     others = bf16_parameters(2)
     resumed = MasterWeights(others, kind=kind)
     resumed_optimizer = build_optimizer(resumed.parameters, settings)
     resumed.load_state_dict(values)
     resumed_optimizer.load_state_dict(state)
-    torch.cuda.set_rng_state(generator)
+    torch.set_rng_state(generators[0])
+    torch.cuda.set_rng_state(generators[1])
     backward(others)
     resumed.step(resumed_optimizer)
     for tensor_name, value in masters.state_dict().items():
