@@ -44,6 +44,10 @@ FAULT = (
 )
 """CUDA's messages after its server ended, and those of a fault on the GPU, which ends every client of the server: the
 driver does not say whose it was."""
+PART_OF_GPU = (
+    "gpu_share of {}: an 8B trainer with 0.7 or 0.8 of an H200's multiprocessors computed NaN (driver 580, torch 2.11, "
+    "CUDA 13.0): compare the first steps with a run without it"
+)
 FOLDERS = {mps_process.PIPES: "mps", mps_process.LOGS: "mps-log"}
 
 
@@ -93,7 +97,11 @@ def with_mps(
     reason = lacking([each for each in launches if each.name in on_gpus], launches, words, machine)
     if on_gpus and reason is None:
         joined = [_joined(each, words) if each.name in on_gpus else each for each in launches]
-        return [_launch(on_gpus, words, place), *joined], ()
+        limited = [
+            each.name for each in launches if each.name in on_gpus and float(each.env.get(MPS_THREADS, 100)) < 100
+        ]
+        doubts = (PART_OF_GPU.format(" and ".join(limited)),) if limited else ()
+        return [_launch(on_gpus, words, place), *joined], doubts
     notes = []
     if reason is not None:
         notes.append(f"{' and '.join(on_gpus)} share a GPU without MPS, so they are time-sliced: {reason}")

@@ -107,7 +107,9 @@ def test_the_doctor_says_whether_the_gpus_allow_mps(tmp_path: Path, why: str | N
 
 def test_a_profile_divides_the_gpu_or_goes_without_mps(tmp_path: Path) -> None:
     services = SHARED | {"b": "gpus = [0]\ngpu_share = 0.25\ngpu_priority = 'low'"}
-    env = by_name(planned(tmp_path, services))["b"].env
+    plan = planned(tmp_path, services)
+    env = by_name(plan)["b"].env
+    assert [note.partition(":")[0] for note in plan.notes] == ["gpu_share of b"]
     assert (env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"], env["CUDA_MPS_CLIENT_PRIORITY"]) == ("25", "1")
     plan = planned(tmp_path, SHARED, top="[gpu]\nmps = false")
     assert ("mps" in by_name(plan), plan.notes) == (False, ())
