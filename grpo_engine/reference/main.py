@@ -5,19 +5,23 @@ The port is taken at once, and open when the model is loaded; until then connect
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
+from grpo_engine.models.loading import is_at_hand, modeling_module
 from grpo_engine.reference.app import create_app
 from grpo_engine.reference.config import ReferenceConfig
 from grpo_engine.reference.memory import report
 from grpo_engine.reference.scoring import FrozenModel
 from grpo_engine.serving.connections import LimitedProtocol
 from grpo_engine.serving.listening import ListeningServer, take_port
+from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import find_token
 
 
@@ -32,6 +36,7 @@ def run(config: ReferenceConfig) -> int:
         text, fits = report(config)
         sys.stdout.write(text)
         return 0 if fits else 1
+    begin_in_turn(partial(prepare, config), os.environ)
     listener = take_port(config.host, config.port)
     failures: list[BaseException] = []
 
@@ -63,6 +68,12 @@ def run(config: ReferenceConfig) -> int:
         signal.signal(number, _ignore)
     server.run()
     return 1 if failures or not server.started else 0
+
+
+def prepare(config: ReferenceConfig) -> None:
+    """Import what the model needs; touch no GPU."""
+    if is_at_hand(config.model_name) and (module := modeling_module(config.model_name)) is not None:
+        importlib.import_module(module)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

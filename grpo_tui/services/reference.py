@@ -26,6 +26,7 @@ class Reference(Service, OfPolicy, ReferenceConfig):
     """Holds the reference model, and answers its log-probabilities to the trainer."""
 
     kind: Literal["reference"]
+    prepare: bool = True
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
     """The trainer asks again until it answers, so a crash does not end the run."""
     restart_unhealthy: bool = True

@@ -6,10 +6,14 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from ports import free_port
+from stage import is_open
 
 from grpo_engine.errors import ModelError
 from grpo_engine.ranks.launching import launch_ranks
@@ -38,7 +42,10 @@ from grpo_engine.server import main as server
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.train import main as trainer
 from grpo_engine.train.config import TrainConfig
+from grpo_engine.reference import main as reference
+from grpo_engine.reference.config import ReferenceConfig
 adapter = {"mode": "lora_restart"}
+reference.prepare(ReferenceConfig(model_name="local/tiny"))
 assert trainer.prepare(TrainConfig(model_name="local/tiny", bridge=adapter)) is not None
 assert environment.prepare(EnvironmentConfig(model_name="local/tiny", task="sort6")) is not None
 server.prepare(ServerConfig(model_name="local/tiny", engine="torch"))
@@ -101,6 +108,49 @@ def test_the_ranks_of_a_trainer_prepare_and_wait_together(turn_comes: bool, capf
     assert code == (0 if turn_comes else 1)
     assert lines.count("begun") == (2 if turn_comes else 0)
     assert lines.count("prepared") == 2 if turn_comes else lines.count("prepared") > 0
+
+
+IMPORTS_TORCH = pytest.mark.extended(
+    "api and atropos-env wait by the same function; imports of torch take seconds each"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("api", "--port", "{port}", "--store", "{folder}/store"),
+        ("atropos-env", "--file", "{folder}/e.py", "--python", "{folder}/python", "--model-name", "local/tiny"),
+        pytest.param(
+            ("server", "--engine", "torch", "--model-name", "local/tiny", "--port", "{port}"), marks=IMPORTS_TORCH
+        ),
+        pytest.param(("env", "--task", "sort6", "--model-name", "local/tiny"), marks=IMPORTS_TORCH),
+        pytest.param(("train", "--model-name", "local/tiny", "--run-folder", "{folder}"), marks=IMPORTS_TORCH),
+        pytest.param(("reference", "--model-name", "local/tiny", "--port", "{port}"), marks=IMPORTS_TORCH),
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_every_service_waits_for_its_turn_and_exits_without_one(argv: tuple[str, ...], tmp_path: Path) -> None:
+    port = free_port()
+    words = [word.format(port=port, folder=tmp_path) for word in argv]
+    with gate() as (environment, ours):
+        os.set_inheritable(int(environment[GATE_VARIABLE]), True)
+        log = tmp_path / "log"
+        with log.open("wb") as file:
+            held = subprocess.Popen(
+                [sys.executable, "-m", "grpo_engine", *words],
+                env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+                pass_fds=[int(environment[GATE_VARIABLE])],
+                stdout=file,
+                stderr=file,
+            )
+        while "prepared in" not in log.read_text():
+            assert held.poll() is None, log.read_text()
+            time.sleep(0.05)
+        assert not is_open(port)
+        os.close(ours)
+        assert held.wait(60) == 1
+    assert "its keeper has ended before its turn came" in log.read_text()
 
 
 @pytest.mark.extended("test_held_starts.py has what is held begin at its turn; the real services begin in every run")

@@ -23,6 +23,7 @@ from grpo_engine.environments.atropos.silence import Observation, SilenceDetecto
 from grpo_engine.errors import ConfigError, ModelError
 from grpo_engine.models.local import LOCAL_MODELS, local_model_folder
 from grpo_engine.processes import ProcessTree, die_with_parent, kill, terminate
+from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.codec import write_atomically
 from grpo_engine.wire.environment_variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
@@ -49,6 +50,7 @@ def run(config: AtroposEnvConfig) -> int:
         ConfigError: its file, its Python or atroposlib is missing, or the rollout API requires another token.
         ModelError: a locally made model does not exist yet.
     """
+    begin_in_turn(lambda: None, os.environ)  # the environment's own process imports what takes long
     _check_files(config)
     tokenizer = _tokenizer(config.model_name)
     for warning in setting_warnings(config):
