@@ -14,6 +14,7 @@ from grpo_engine.parameters.config import ParametersConfig
 from grpo_engine.parameters.fetching import Fetcher
 from grpo_engine.serving.connections import LimitedProtocol
 from grpo_engine.serving.listening import ListeningServer, take_port
+from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import find_token
 
 
@@ -23,6 +24,7 @@ def run(config: ParametersConfig) -> int:
     Raises:
         ConfigError: the port is taken.
     """
+    begin_in_turn(lambda: None, os.environ)  # what it needs is imported
     listener = take_port(config.host, config.port)
     store = ParameterStore(config.handover.absolute(), config.server_urls, storage=config.storage)
     fetcher = None if config.source is None else Fetcher(config.source, store)

@@ -16,6 +16,7 @@ class Parameters(Service, ParametersConfig):
     """Holds the newest weights, and gives them to inference servers one after another."""
 
     kind: Literal["parameters"]
+    prepare: bool = True
     restart: RestartPolicy = RestartPolicy.ON_FAILURE
     """What it holds is in files, which the next one takes up."""
     restart_unhealthy: bool = True

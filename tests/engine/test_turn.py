@@ -124,6 +124,7 @@ IMPORTS_TORCH = pytest.mark.extended(
         pytest.param(
             ("server", "--engine", "torch", "--model-name", "local/tiny", "--port", "{port}"), marks=IMPORTS_TORCH
         ),
+        ("parameters", "--port", "{port}", "--handover", "{folder}/handover"),
         pytest.param(("env", "--task", "sort6", "--model-name", "local/tiny"), marks=IMPORTS_TORCH),
         pytest.param(("train", "--model-name", "local/tiny", "--run-folder", "{folder}"), marks=IMPORTS_TORCH),
         pytest.param(("reference", "--model-name", "local/tiny", "--port", "{port}"), marks=IMPORTS_TORCH),
