@@ -88,6 +88,10 @@ def _mode(settings: dict[str, Any]) -> str | None:
     return bridge.get("mode") if isinstance(bridge, dict) else getattr(bridge, "mode", None)
 
 
+SEVERAL_MACHINES_PORT = 29500
+"""Of machine 0, where it is not set: that of torchrun."""
+
+
 class TrainConfig(Config):
     """Everything that decides a training run, given the model and the groups it is trained on."""
 
@@ -343,7 +347,7 @@ class TrainConfig(Config):
     master_addr: str = "127.0.0.1"
     """Address of machine 0, which the others can reach."""
     master_port: int = Field(0, ge=0, lt=2**16)
-    """Port there, by which ranks of several machines find each other."""
+    """Port there, by which ranks of several machines find each other; unset: 29500, as for torchrun."""
     sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
     """What ranks share out: parameters, gradients and optimizer (full_shard); the same, but gathered layers stay until
     the backward pass, for 2 bytes a parameter and less traffic (shard_grad_op); or as full_shard within each machine,
@@ -494,9 +498,12 @@ class TrainConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _takes_the_address_of_machine_0(cls, settings: Any) -> Any:
-        method = settings.get("init_method") if isinstance(settings, dict) else None
-        if method is None or method == "env://":
+        if not isinstance(settings, dict):
             return settings
+        default = {} if str(settings.get("nodes", 1)) == "1" else {"master_port": SEVERAL_MACHINES_PORT}
+        method = settings.get("init_method")
+        if method is None or method == "env://":
+            return {**default, **settings}
         found = re.fullmatch(r"tcp://(?P<master_addr>[^:/]+):(?P<master_port>\d+)", str(method))
         if found is None or int(settings.get("nodes", 1)) == 1:
             raise ValueError(

@@ -76,9 +76,21 @@ def test_flags_of_a_server_that_the_trainer_starts_reach_it() -> None:
 
 
 def test_init_method_is_the_address_of_machine_0() -> None:
-    argv = ["--model", "m", "--nodes", "2", "--init-method", "tcp://10.0.0.1:29500"]
+    argv = ["--model", "m", "--nodes", "2", "--init-method", "tcp://10.0.0.1:29400"]
     config = parse_flags(TrainConfig, argv, prog="train", description="")
-    assert (config.master_addr, config.master_port) == ("10.0.0.1", 29500)
+    assert (config.master_addr, config.master_port) == ("10.0.0.1", 29400)
+
+
+def test_several_machines_find_each_other_at_the_port_of_torchrun() -> None:
+    def port(*flags: str) -> int:
+        return parse_flags(TrainConfig, ["--model", "m", *flags], prog="train", description="").master_port
+
+    on_two = ["--nodes", "2", "--node-rank", "1", "--master-addr", "192.168.1.100"]
+    assert port(*on_two) == 29500
+    assert port(*on_two, "--master-port", "29400") == 29400
+    assert port() == port("--nodes", "1") == 0
+    with pytest.raises(ConfigError, match="need one free port of machine 0"):
+        port(*on_two, "--master-port", "0")
 
 
 def finished(save_path: Path, *more: str) -> list[str]:
