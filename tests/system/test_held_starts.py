@@ -77,6 +77,7 @@ def test_a_held_service_begins_in_its_process_once_what_it_needs_is_ready(place:
     assert num_lines(place, "begun") == 2
 
 
+@pytest.mark.extended("test_held_order.py has it, and so does every run of commands")
 def test_a_service_with_prepare_off_is_started_at_its_turn(place: Workplace) -> None:
     place.launch(slow_service(place), held_service(prepare=False))
     place.until_state(ServiceState.STARTING)
