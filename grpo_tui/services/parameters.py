@@ -9,10 +9,10 @@ from grpo_engine.flags import to_flags
 from grpo_engine.parameters.config import ParametersConfig
 from grpo_engine.wire.parameters import HEALTH_ROUTE
 from grpo_engine.wire.run_folder import HANDOVER_FOLDER
-from grpo_tui.services.base import Launch, Place, Probe, RestartPolicy, Service, access_text
+from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, RestartPolicy, Service, access_text
 
 
-class Parameters(Service, ParametersConfig):
+class Parameters(Service, OfPolicy, ParametersConfig):
     """Holds the newest weights, and gives them to inference servers one after another."""
 
     kind: Literal["parameters"]

@@ -50,6 +50,24 @@ def test_shared_weights_of_two_policies_have_a_bridge_file_each(tmp_path: Path) 
         assert flag(argv[server], "--bridge-file") == flag(argv[trainer], "--vllm-config-path") == file
 
 
+def test_the_reference_and_parameter_service_of_a_policy_are_those_of_its_trainer(tmp_path: Path) -> None:
+    services = {"ref": ("reference", 9101), "par": ("parameters", 9102)}
+    overrides = [
+        f"services.{name}.{key}={value}"
+        for name, (kind, port) in services.items()
+        for key, value in {"kind": kind, "policy": "mafia", "port": port}.items()
+    ]
+    plan = make_plan(
+        load(PROFILE, [*overrides, "bridge.mode=parameter_service", "services.trainer-mafia.kl_coef=0.1"]),
+        run_folder=tmp_path,
+        python=sys.executable,
+    )
+    argv = {launch.name: " ".join(launch.argv) for launch in plan.launches}
+    for port in ("9101", "9102"):
+        assert port in argv["trainer-mafia"]
+        assert port not in argv["trainer"]
+
+
 def test_an_opponent_of_another_model_is_asked_with_its_tokenizer(tmp_path: Path) -> None:
     overrides = [f"services.{name}.model_name=local/qwen-3b-random" for name in ("vllm-mafia", "trainer-mafia")]
     plan = make_plan(load(PROFILE, overrides), run_folder=tmp_path, python=sys.executable)
