@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpo_engine.models.layers import layer_of
+from grpo_engine.models.places import is_split
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -41,6 +42,9 @@ class ModelFlops:
         text = causal_lm.config.get_text_config()
         heads = getattr(text, "num_attention_heads", 0)  # a model without attention has none
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
+        if is_split(causal_lm):  # this rank has some of the heads
+            queries = next(each for name, each in causal_lm.named_parameters() if name.endswith("q_proj.weight"))
+            heads = len(queries) // head_dim
         matrices = [
             (layer_of(name), each)
             for name, each in model.named_parameters()

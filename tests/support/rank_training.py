@@ -107,6 +107,11 @@ def train_on_ranks(training: Training) -> Trained:
 
 def run_ranks(training: Training) -> None:
     """Start a process for each rank, all of which exit with 0."""
+    assert [process.exitcode for process in ended_ranks(training)] == [0] * training.num_ranks
+
+
+def ended_ranks(training: Training) -> list[BaseProcess]:
+    """Start a process for each rank, and wait until they have ended."""
     store = training.folder / f"store-{training.steps.start}"
     training.folder.mkdir(exist_ok=True)
     places = [
@@ -118,7 +123,7 @@ def run_ranks(training: Training) -> None:
     processes = [_start(training, place) for place in places]
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0] * training.num_ranks
+    return processes
 
 
 def _start(training: Training, place: RankPlace | None) -> BaseProcess:

@@ -77,14 +77,14 @@ class MappedPart(MappedModel):
         """
         self._ranks = ranks
         with ranks.together(MapWeights(file)), self._agreeing():
-            _check_parts(file, ranks)
+            check_parts(file, ranks)
             super().__init__(model_name, file, ranks)
         self._without_values = without_values(self.model)
 
     def remap(self, file: BridgeFile) -> None:
         """See `MappedModel`."""
         with self._ranks.together(MapAgain(file)), self._agreeing():
-            _check_parts(file, self._ranks)
+            check_parts(file, self._ranks)
             super().remap(file)
 
     def write(self, write: Callable[[], None]) -> None:
@@ -165,7 +165,7 @@ class FollowingPart:
             return
 
 
-def _check_parts(file: BridgeFile, ranks: RankGroup) -> None:
+def check_parts(file: BridgeFile, ranks: RankGroup) -> None:
     """Refuse a server whose parts are not those of the ranks.
 
     Raises:

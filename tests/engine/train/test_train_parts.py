@@ -6,19 +6,26 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rank_training import Trained, Training, make_model, train_on_ranks
+from rank_training import Trained, Training, ended_ranks, make_model, train_on_ranks
 from safetensors.torch import load_file
 from training import settings
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from weight_parts import exported_parts, whole_weights
 
-from grpo_engine.bridges.memory.shared_tensors import map_tensors
+from grpo_engine.bridges.memory.shared_tensors import map_tensors, segments_of, unlink_segments
+from grpo_engine.bridges.placement.mapped_parts import MappedPart, check_parts
+from grpo_engine.errors import BridgeError
+from grpo_engine.models.loading import load_config, load_model, load_model_on_shared
+from grpo_engine.models.places import places_on_rank
+from grpo_engine.ranks.group import RankGroup
 from grpo_engine.train.memory.dry_run import model_shape
 from grpo_engine.train.memory.plan import memory_plan, part_of_model
+from grpo_engine.train.utilization import ModelFlops
 
 SIZES = {
     "vocab_size": 100,  # parts of 64 and 36 words
@@ -151,3 +158,39 @@ def test_parts_are_written_to_the_memory_of_the_next_server_and_saved_without_on
         for key, value in whole_weights(second).items():
             assert torch.equal(value, two.parameters[key]), key
             assert torch.equal(value, unmapped[key]), key
+
+
+def test_a_part_that_one_rank_cannot_map_ends_all_ranks_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model(tmp_path / "model", config=MODELS["qwen2"])
+    with exported_parts(model, 2, f"parts-{os.getpid()}") as file:
+        unlink_segments(segments_of(file.parts[1]))
+        training = Training(
+            **{"model": model, "folder": tmp_path / "2", "num_ranks": 2, "file": file},
+            settings={"bridge": {"mode": "shared_vllm"}},
+        )
+        assert [process.exitcode for process in ended_ranks(training)] == [1, 1]
+    assert "BridgeError: rank 1: /dev/shm/" in capfd.readouterr().err  # said by rank 0
+
+
+def test_other_parts_than_the_ranks_have_are_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", config=MODELS["qwen2"])
+    with exported_parts(model, 2, f"parts-{os.getpid()}") as file:
+        with pytest.raises(BridgeError, match="weights in 2 processes, and the trainer has 1 ranks: start as many"):
+            MappedPart(str(model), file, RankGroup())
+        whole = file.model_copy(update={"parts": []})
+        with pytest.raises(BridgeError, match="weights in 1 processes, and the trainer has 2 ranks"):
+            check_parts(whole, SimpleNamespace(size=2))
+
+
+def test_a_rank_counts_the_operations_of_its_part(tmp_path: Path) -> None:
+    config = Qwen3Config(**{**SIZES, "vocab_size": 128}, tie_word_embeddings=False)
+    folder = make_model(tmp_path / "model", config=config)
+    with exported_parts(folder, 2, f"parts-{os.getpid()}") as file:
+        part = load_model_on_shared(
+            load_config(str(folder)), map_tensors(file.parts[1]), places=places_on_rank(file.parts, 1)
+        )
+        work = {"positions": 100, "labels": 50, "mean_length": 20}
+        whole = ModelFlops(load_model(str(folder), dtype="float32", device="cpu")).of(**work)
+        assert 2 * ModelFlops(part).of(**work) == whole
