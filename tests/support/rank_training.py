@@ -140,7 +140,21 @@ def batch_of(training: Training, step: int) -> Batch:
     return make_batch(made_up_groups(step, groups=training.num_groups), seq_len=32)
 
 
+def why_ended(training: Training, rank: int) -> str:
+    """The error that ended a rank of several."""
+    return (training.folder / f"error-{rank}.txt").read_text()
+
+
 def _train(training: Training, place: RankPlace | None) -> None:
+    try:
+        _train_ranks(training, place)
+    except Exception as error:
+        if place is not None:
+            (training.folder / f"error-{place.rank}.txt").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _train_ranks(training: Training, place: RankPlace | None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = settings(**{"model_name": str(training.model), "lr": 1e-3, **training.settings})

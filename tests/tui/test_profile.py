@@ -131,7 +131,7 @@ def test_a_setting_of_a_service_overrides_a_shared_one_and_the_rate_has_two_name
 
 ANY_COMMAND = commands("a ports = [9000]")
 LORA_ONLI = '[bridge]\nmode = "lora_onli"\n' + ANY_COMMAND
-KIND_NAMES = "command, rollout_api, inference, environment, atropos_environment, trainer, reference"
+KIND_NAMES = "command, rollout_api, inference, environment, atropos_environment, trainer, reference, parameters"
 
 
 EXACT_FAULTS: list[tuple[str, list[str], str]] = [
@@ -195,8 +195,8 @@ EXACT_FAULTS: list[tuple[str, list[str], str]] = [
      "weight_bridge_mode shared_vllm: leave it out, or choose broadcast"),
     (STACK, ["services.trainer.gpus=[1, 2]", 'bridge.mode="lora_merged"'],
      "--set services.trainer.gpus=[1, 2]: services.trainer: 2 ranks cannot train with weight_bridge_mode lora_merged, "
-     "which is of one process: choose shared_vllm or lora_only or lora_restart or none or broadcast or colocate, or "
-     "leave processes and nodes out, and name one of gpus"),
+     "which is of one process: choose shared_vllm or lora_only or lora_restart or none or broadcast or "
+     "parameter_service or colocate, or leave processes and nodes out, and name one of gpus"),
     (STACK, ["services.trainer.max_model_len=64"],
      "--set services.trainer.max_model_len=64: services.trainer: max_model_len 64 has no effect, since this trainer "
      "starts no inference server: give it to the server, or choose weight_bridge_mode none or lora_restart with "
