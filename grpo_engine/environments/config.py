@@ -174,6 +174,9 @@ class EnvironmentConfig(SamplingConfig):
     """Most groups that are generated concurrently."""
     total_steps: int | None = Field(None, ge=1)
     """Exit with code 0 when the trainer has fetched this many batches; unset: run until stopped."""
+    copies: int = Field(1, ge=1, le=10_000)
+    """Environments in this process, each registered by a name of its own (`sort6-1`, `sort6-2`, …), with a seed of its
+    own; they share connections. For more than some 250, start further processes with another name and seed."""
     max_token_length: int = Field(2048, ge=2)
     """Longest sequence in tokens, prompt included; a lower limit of the trainer applies."""
 
@@ -238,6 +241,33 @@ class EnvironmentConfig(SamplingConfig):
                 f"{self.max_token_length}: lower max_tokens or raise max_token_length"
             )
         return self
+
+    @model_validator(mode="after")
+    def _shares_of_copies_fit_into_a_batch(self) -> EnvironmentConfig:
+        if self.copies > 1 and self.copies * (self.min_batch_allocation or 0) > 1:
+            raise ValueError(
+                f"min_batch_allocation {self.min_batch_allocation} is of each of {self.copies} copies, which together "
+                "are more than a batch: lower one of them"
+            )
+        return self
+
+    def of_copies(self) -> list[EnvironmentConfig]:
+        """The settings of each copy: names, seeds and state files of their own."""
+        if self.copies == 1:
+            return [self]
+        return [
+            self.model_copy(
+                update={
+                    "copies": 1,
+                    "name": f"{self.registered_name()}-{number}",
+                    "seed": self.seed + number - 1,
+                    "use_wandb": self.use_wandb and number == 1,
+                    "state_file": self.state_file
+                    and self.state_file.with_name(f"{self.state_file.stem}-{number}{self.state_file.suffix}"),
+                }
+            )
+            for number in range(1, self.copies + 1)
+        ]
 
     def registered_name(self) -> str:
         """Name in the rollout API and in metrics."""

@@ -8,26 +8,35 @@ import os
 import random
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import httpx
 
 from grpo_engine.environments.clients import RolloutApi
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.inference_servers import InferenceServers
-from grpo_engine.environments.runner import Runner
+from grpo_engine.environments.runner import ASK_EVERY_S, Progress, Runner
 from grpo_engine.environments.sampling.policy import Opponent
 from grpo_engine.environments.sampling.prompts import Tokenizer, check_template
+from grpo_engine.environments.tasks.concurrency import first_error, gather_all
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
+from grpo_engine.environments.trainer_link import Outbox
+from grpo_engine.errors import GrpoError
+from grpo_engine.processes import raise_descriptor_limit
 from grpo_engine.serving.reporting import Reporter
 from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.environment_variables import INFERENCE_KEY_VARIABLE
 from grpo_engine.wire.token_clients import open_async_client
+
+_MOST_ASKED_PER_S = 25
+"""Status requests of all environments of this process that only wait for what they sample."""
+_LONGEST_ASK_S = 10.0
+"""Below `liveness_s` of the API, after which an environment counts as gone."""
 
 log = logging.getLogger(__name__)
 
@@ -76,13 +85,16 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
     """
     # At most one connection per group, or per sequence in multi-turn tasks, and as many again for an evaluation.
     requests_a_group = config.group_size if isinstance(config.task, MultiTurnTask) else 1
-    num_connections = 2 * config.max_workers * requests_a_group + 8
-    limits = httpx.Limits(max_connections=num_connections, max_keepalive_connections=num_connections)
+    limits = _connections(max(2 * config.max_workers, 4 * config.copies) * requests_a_group + 8)
+    raise_descriptor_limit()
     token = config.api_token or find_token(os.environ)
     key = config.api_key or os.environ.get(INFERENCE_KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with AsyncExitStack() as stack:
-        api = await stack.enter_async_context(open_async_client(token, base_url=config.rollout_server_url))
+        to_api = _connections(max(100, 2 * config.copies + 8))
+        api = await stack.enter_async_context(
+            open_async_client(token, base_url=config.rollout_server_url, limits=to_api)
+        )
 
         async def clients(urls: Sequence[str], headers: Mapping[str, str]) -> InferenceServers:
             servers = [
@@ -98,17 +110,32 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
             )
 
         inference = await clients(config.inference_urls, headers)
-        opponent, opponent_api = None, None
+        opponent, opponent_http = None, None
         if config.opponent_urls:
             opponent = Opponent(tokenizer=of_opponent or tokenizer, inference=await clients(config.opponent_urls, {}))
         if config.opponent_rollout_server_url is not None:
-            opponent_api = RolloutApi(
-                await stack.enter_async_context(open_async_client(token, base_url=config.opponent_rollout_server_url))
+            opponent_http = await stack.enter_async_context(
+                open_async_client(token, base_url=config.opponent_rollout_server_url, limits=to_api)
             )
-        runner = Runner(config, tokenizer, RolloutApi(api), inference, opponent, opponent_api)
+        progress = Progress()
+        outbox = Outbox(RolloutApi(api)) if config.copies > 1 else None
+        runners = [
+            Runner(
+                each,
+                tokenizer,
+                RolloutApi(api),
+                inference,
+                opponent,
+                None if opponent_http is None else RolloutApi(opponent_http),
+                progress=progress,
+                outbox=outbox,
+                ask_every_s=min(max(ASK_EVERY_S, config.copies / _MOST_ASKED_PER_S), _LONGEST_ASK_S),
+            )
+            for each in config.of_copies()
+        ]
         reporter = Reporter.from_environment(os.environ)
-        reporter.ask_waiting = runner.waiting
-        working = asyncio.create_task(runner.run())
+        reporter.ask_waiting = runners[0].waiting
+        working = asyncio.create_task(_run_all(runners, None if outbox is None else outbox.post(progress.posted)))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, working.cancel)
@@ -121,6 +148,29 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
     return 0
+
+
+async def _run_all(runners: Sequence[Runner], posting: Coroutine[Any, Any, None] | None) -> None:
+    """Run several environments to their end.
+
+    Args:
+        posting: posts the groups of all of them; None: each posts its own.
+
+    Raises:
+        GrpoError: of the first that fails, which ends the others.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            poster = None if posting is None else tasks.create_task(posting)
+            await gather_all(runner.run() for runner in runners)
+            if poster is not None:
+                poster.cancel()
+    except* GrpoError as group:
+        raise first_error(group) from None
+
+
+def _connections(number: int) -> httpx.Limits:
+    return httpx.Limits(max_connections=number, max_keepalive_connections=number)
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:

@@ -27,7 +27,7 @@ from grpo_engine.environments.sampling.prompts import Tokenizer
 from grpo_engine.environments.tasks.concurrency import first_error, gather_all
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
 from grpo_engine.environments.tracking import NoTracker, start_tracker
-from grpo_engine.environments.trainer_link import TrainerLink
+from grpo_engine.environments.trainer_link import Outbox, TrainerLink
 from grpo_engine.errors import GrpoError
 from grpo_engine.serving.reporting import Waiting
 from grpo_engine.trackers import Tracker
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _MIN_ASK_S = 0.02
 """Least interval between two status requests."""
-_ASK_EVERY_S = 0.1
+ASK_EVERY_S = 0.1
 """Interval of status requests to an API that answers at once, as stock ones do."""
 _PROGRESS_EVERY_S = 10.0
 _PROGRESS_GROUPS = 64
@@ -57,11 +57,18 @@ class Runner:
         inference: InferenceServers,
         opponent: Opponent | None = None,
         opponent_api: RolloutApi | None = None,
+        *,
+        progress: Progress | None = None,
+        outbox: Outbox | None = None,
+        ask_every_s: float = ASK_EVERY_S,
     ) -> None:
         """
         Args:
             opponent: plays the other seats of a game.
             opponent_api: of the trainer that trains the opponent; None: it is not trained here.
+            progress: of several environments together; None: of this one alone.
+            outbox: of several environments, which the caller posts; None: its own.
+            ask_every_s: interval of status requests while nothing changes here.
         """
         self._config = config
         self._inference = inference
@@ -69,10 +76,12 @@ class Runner:
         self._groups = GroupGenerator(config, tokenizer, inference, opponent)
         self._workers: set[asyncio.Task[None]] = set()
         self._has_news = asyncio.Event()
-        self._progress = Progress()
+        self._progress = progress or Progress()
+        self._ask_every_s = ask_every_s
         notify = self._has_news.set
         evaluator = Evaluator(config, tokenizer, api, inference, opponent=opponent, notify=notify)
-        self._own = TrainerLink(config, api, evaluator, notify=notify)
+        self._own = TrainerLink(config, api, evaluator, notify=notify, outbox=outbox)
+        self._posts_itself = outbox is None
         self._other: TrainerLink | None = None
         if opponent is not None and opponent_api is not None:
             of_other = _from_the_other_side(config)
@@ -105,9 +114,11 @@ class Runner:
             self._tracker = await asyncio.to_thread(start_tracker, config, await self._own.api.wandb_info())
         try:
             async with asyncio.TaskGroup() as tasks:
-                posting = [tasks.create_task(self._own.post_finished(self._progress.posted))]
+                posting = []
+                if self._posts_itself:
+                    posting.append(tasks.create_task(self._own.outbox.post(self._progress.posted)))
                 if self._other is not None:
-                    posting.append(tasks.create_task(self._other.post_finished(lambda groups: None)))
+                    posting.append(tasks.create_task(self._other.outbox.post(lambda groups: None)))
                 await self._keep_generating(tasks)
                 for task in (*posting, *self._workers):
                     task.cancel()
@@ -197,9 +208,11 @@ class Runner:
         self._has_news.clear()
         passed = time.monotonic() - asked_at
         await asyncio.sleep(max(0.0, _MIN_ASK_S - passed))
-        if is_unchanged and passed < _ASK_EVERY_S and not self._has_news.is_set():
+        is_one_of_many = self._ask_every_s > ASK_EVERY_S  # whose queue changes all the time, with nothing new to do
+        waits = is_unchanged or (is_one_of_many and bool(self._workers))
+        if waits and passed < self._ask_every_s and not self._has_news.is_set():
             try:
-                async with asyncio.timeout(_ASK_EVERY_S):
+                async with asyncio.timeout(self._ask_every_s):
                     await self._has_news.wait()
             except TimeoutError:
                 return

@@ -29,17 +29,54 @@ _MAX_TOKENS_A_POST = 1_000_000
 """About 35 MB: groups that accumulate while the API is down must stay below its body limit."""
 
 
+class Outbox:
+    """Finished groups that wait to be posted: of one environment, or of all in a process together."""
+
+    def __init__(self, api: RolloutApi) -> None:
+        self._api = api
+        self._finished: asyncio.Queue[tuple[TrainerLink, ScoredGroup]] = asyncio.Queue()
+
+    def put(self, link: TrainerLink, group: ScoredGroup) -> None:
+        """Queue a group of an environment."""
+        self._finished.put_nowait((link, group))
+
+    async def post(self, posted: Callable[[Sequence[ScoredGroup]], None]) -> None:
+        """Post finished groups until it is cancelled, several per request where there are several.
+
+        Args:
+            posted: called with what was posted.
+        """
+        while True:
+            items = [await self._finished.get()]
+            num_tokens = _num_tokens(items[0][1])
+            while len(items) < _MAX_GROUPS_A_POST and num_tokens < _MAX_TOKENS_A_POST and not self._finished.empty():
+                items.append(self._finished.get_nowait())
+                num_tokens += _num_tokens(items[-1][1])
+            await self._api.post([group.model_copy(update={"env_id": link.env_id}) for link, group in items])
+            for link, _ in items:
+                link.has_posted()
+            posted([group for _, group in items])
+
+
 class TrainerLink:
     """See above; `status` is that of the last request."""
 
     def __init__(
-        self, config: EnvironmentConfig, api: RolloutApi, evaluator: Evaluator, *, notify: Callable[[], None]
+        self,
+        config: EnvironmentConfig,
+        api: RolloutApi,
+        evaluator: Evaluator,
+        *,
+        notify: Callable[[], None],
+        outbox: Outbox | None = None,
     ) -> None:
         """
         Args:
             config: settings from the side of the policy that is trained.
             notify: called when there may be room for further items.
+            outbox: of several environments; None: its own.
         """
+        self.outbox = outbox or Outbox(api)
         self.config = config
         self.api = api
         self.evaluator = evaluator
@@ -54,8 +91,7 @@ class TrainerLink:
             min_batch_allocation=config.min_batch_allocation,
         )
         self._limits = BatchLimits(batch_size=-1, max_token_len=-1)
-        self._env_id: int | None = None
-        self._finished: asyncio.Queue[ScoredGroup] = asyncio.Queue()
+        self.env_id: int | None = None
         self._num_unposted = 0
         """Groups that are being generated, or finished and not yet posted."""
         self.status: EnvironmentStatus | None = None
@@ -101,7 +137,7 @@ class TrainerLink:
                 takes_slots=True,
             )
         )
-        self._env_id = answer.env_id
+        self.env_id = answer.env_id
         log.info("registered as %s (id %s), step %s", answer.wandb_name, answer.env_id, answer.starting_step)
         await self.update_limits()
 
@@ -128,7 +164,7 @@ class TrainerLink:
             num_workers: items that are being sampled.
             may_hold: whether nothing else waits for the answer.
         """
-        assert self._env_id is not None
+        assert self.env_id is not None
         known = self.status
         is_idle = self._num_unposted == 0 and not self.evaluator.is_running
         may_hold = may_hold and is_idle and known is not None and not self.is_evaluation_to_come
@@ -141,24 +177,24 @@ class TrainerLink:
         )
         wait_s = _HOLD_S if may_hold else 0.0
         try:
-            self.status = await self.api.status(self._env_id, known=known, wait_s=wait_s, demand=demand)
+            self.status = await self.api.status(self.env_id, known=known, wait_s=wait_s, demand=demand)
         except UnknownEnvironment:
             log.warning("the rollout API no longer knows this environment; registering again")
             await self.register()
-            self.status = await self.api.status(self._env_id, demand=demand)
+            self.status = await self.api.status(self.env_id, demand=demand)
         return known is not None and known.current_step != self.status.current_step
 
     def follow_evaluation(self, tasks: asyncio.TaskGroup) -> None:
         """Start the evaluation that is ordered, if any."""
-        assert self._env_id is not None
+        assert self.env_id is not None
         assert self.status is not None
         order = self.status.evaluation or self.evaluator.own_order(self.status.current_step)
-        self.evaluator.follow(order, env_id=self._env_id, longest=self.longest, tasks=tasks)
+        self.evaluator.follow(order, env_id=self.env_id, longest=self.longest, tasks=tasks)
 
     async def disconnect(self) -> None:
         """Disconnect, if it has registered."""
-        if self._env_id is not None:
-            await self.api.disconnect(self._env_id)
+        if self.env_id is not None:
+            await self.api.disconnect(self.env_id)
 
     # --- groups ----------------------------------------------------------------------------------------------------
 
@@ -188,27 +224,15 @@ class TrainerLink:
         num_dropped = self.num_per_item - len(groups)
         self._num_unposted -= num_dropped
         for group in groups:
-            self._finished.put_nowait(group)
+            self.outbox.put(self, group)
         if num_dropped:
             self._notify()
         return num_dropped
 
-    async def post_finished(self, posted: Callable[[Sequence[ScoredGroup]], None]) -> None:
-        """Post finished groups until it is cancelled, several per request where there are several.
-
-        Args:
-            posted: called with what was posted.
-        """
-        while True:
-            groups = [await self._finished.get()]
-            num_tokens = _num_tokens(groups[0])
-            while len(groups) < _MAX_GROUPS_A_POST and num_tokens < _MAX_TOKENS_A_POST and not self._finished.empty():
-                groups.append(self._finished.get_nowait())
-                num_tokens += _num_tokens(groups[-1])
-            await self.api.post([group.model_copy(update={"env_id": self._env_id}) for group in groups])
-            self._num_unposted -= len(groups)
-            self._notify()
-            posted(groups)
+    def has_posted(self) -> None:
+        """One of its groups was posted."""
+        self._num_unposted -= 1
+        self._notify()
 
 
 def _num_tokens(group: ScoredGroup) -> int:

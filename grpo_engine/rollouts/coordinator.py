@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,9 +102,9 @@ class Coordinator:
         self._warned: set[tuple[str, str]] = set()
 
     @property
-    def environment_names(self) -> dict[int, str]:
-        """Names by id, for messages."""
-        return {record.id: record.name for record in self.state.environments.values()}
+    def environment_names(self) -> Mapping[int, str]:
+        """Names by id, for messages; looked up and not copied, since there is one call for each post."""
+        return _Names(self.state.environments)
 
     # --- trainer ---------------------------------------------------------------------------------------------------
 
@@ -571,6 +571,22 @@ class Coordinator:
             if is_there and (name, fault) not in self._warned:
                 self._warned.add((name, fault))
                 _event(logging.WARNING, "questionable group", environment=name, why=fault)
+
+
+class _Names(Mapping[int, str]):
+    """Names of environments by their id."""
+
+    def __init__(self, records: Mapping[int, EnvironmentRecord]) -> None:
+        self._records = records
+
+    def __getitem__(self, env_id: int) -> str:
+        return self._records[env_id].name
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._records))
+
+    def __len__(self) -> int:
+        return len(self._records)
 
 
 def _sender_name(env_id: int | None, names: Mapping[int, str]) -> str:

@@ -97,12 +97,16 @@ class _Bounds:
     """What the answer to one request may be."""
 
     def __init__(self, request: httpx.Request) -> None:
-        self._where = f"{request.method} {request.url.copy_with(userinfo=b'', query=None)}"
+        self._request = request
         self._most_bytes: int = request.extensions.get(_MOST_BYTES, MAX_ANSWER_BYTES)
         self._num_bytes = 0
         timeouts = request.extensions.get(_TIMEOUT, {})
-        self._time = _TimeLeft(timeouts["read"], self._where) if timeouts.get("read") is not None else None
+        self._time = _TimeLeft(timeouts["read"], request) if timeouts.get("read") is not None else None
         request.extensions = {**request.extensions, _TIMEOUT: {**timeouts, "read": self._time}}
+
+    @property
+    def _where(self) -> str:
+        return _where(self._request)
 
     def check_headers(self, response: httpx.Response) -> None:
         if self._time is not None:
@@ -135,6 +139,11 @@ class _Bounds:
         return AnswerTooLong(
             f"{self._where}: the answer is longer than {self._most_bytes:,} bytes: is this the right server?"
         )
+
+
+def _where(request: httpx.Request) -> str:
+    """For a message: making it takes longer than all else here."""
+    return f"{request.method} {request.url.copy_with(userinfo=b'', query=None)}"
 
 
 class _Stream(httpx.SyncByteStream):
@@ -183,17 +192,18 @@ class _TimeLeft(float):
     is_head = True
     """Whether the headers of the answer are not complete yet."""
 
-    def __new__(cls, limit_s: float, where: str) -> _TimeLeft:
+    def __new__(cls, limit_s: float, request: httpx.Request) -> _TimeLeft:
         return super().__new__(cls, limit_s)
 
-    def __init__(self, limit_s: float, where: str) -> None:
-        self._where = where
+    def __init__(self, limit_s: float, request: httpx.Request) -> None:
+        self._request = request
 
     def count(self, part: bytes) -> bytes:
         self.num_bytes += len(part)
         if self.is_head and self.num_bytes > MAX_HEAD_BYTES:
             raise AnswerTooLong(
-                f"{self._where}: {self.num_bytes:,} bytes arrived, and no answer yet: is this the right server?"
+                f"{_where(self._request)}: {self.num_bytes:,} bytes arrived, and no answer yet: is this the right "
+                "server?"
             )
         return part
 

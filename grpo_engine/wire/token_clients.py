@@ -15,6 +15,7 @@ import httpx
 
 from grpo_engine.wire.access_token import authorization
 from grpo_engine.wire.bounded_answers import AsyncBoundedTransport, BoundedTransport, limit_async_reads, limit_reads
+from grpo_engine.wire.spread_transport import spread_transport
 from grpo_engine.wire.tcp_sockets import stranger_behind, who_has
 
 _CONNECTED = "connection.connect_tcp.complete"
@@ -80,7 +81,7 @@ def open_async_client(
         limit_async_reads(connection)
 
     return httpx.AsyncClient(
-        transport=AsyncBoundedTransport(transport or httpx.AsyncHTTPTransport(trust_env=False, limits=limits)),
+        transport=AsyncBoundedTransport(transport or spread_transport(limits)),
         headers=_headers(token if sends_token else None, settings),
         event_hooks={"request": [prepare]},
         trust_env=False,

@@ -331,7 +331,7 @@ class ApiState:
     def _alive(self, now: float) -> _Alive:
         """The live environments, counted again only where that may have changed: a thousand ask ten times a second."""
         alive = self._last_alive
-        if alive is None or not alive.since <= now <= alive.until or any(self._is_live(x, now) for x in alive.absent):
+        if alive is None or not alive.since <= now <= alive.until:
             records = [record for record in self.environments.values() if self._is_live(record.id, now)]
             alive = self._last_alive = _Alive(
                 records=records,
@@ -343,6 +343,12 @@ class ApiState:
                 until=min((self.last_seen[record.id] for record in records), default=now) + self._liveness_s,
             )
         return alive
+
+    def _hear(self, env_id: int, now: float) -> None:
+        """Note a request of an environment, which shows that it runs."""
+        self.last_seen[env_id] = now
+        if self._last_alive is not None and env_id in self._last_alive.absent:
+            self._last_alive = None
 
     def _is_live(self, env_id: int, now: float) -> bool:
         return self.environments[env_id].is_connected and now - self.last_seen[env_id] <= self._liveness_s
@@ -371,7 +377,7 @@ class ApiState:
         self.selection.newest_version = max(self.selection.newest_version, policy_version or 0)
         environment = self.environments.get(env_id) if env_id is not None else None
         if environment is not None:
-            self.last_seen[environment.id] = now
+            self._hear(environment.id, now)
             self.slots.arrived(environment.id, environment.group_size, now)
         if environment is None or num_sequences >= environment.group_size:
             self._enqueue([group])
@@ -403,7 +409,7 @@ class ApiState:
         if asker is None:
             return None
         if is_heard:
-            self.last_seen[env_id] = now
+            self._hear(env_id, now)
             if not asker.is_connected:
                 asker = self.environments[env_id] = replace(asker, is_connected=True)
         live = self._alive(now)
@@ -412,11 +418,14 @@ class ApiState:
         least = least_sequences(batch_size, shares)
         largest = self.queue.largest_group()
         own = self.queue.unused_by_environment[env_id]
-        others = sum(
-            max(0, math.ceil(count / largest) * largest - (least.get(other, 0) if other is not None else 0))
-            for other, count in self.queue.unused_by_environment.items()
-            if other != env_id
-        )
+        if not least and self.queue.has_one_size():  # nothing is rounded: a thousand senders are not added up
+            others = self.queue.num_unused - own
+        else:
+            others = sum(
+                max(0, math.ceil(count / largest) * largest - (least.get(other, 0) if other is not None else 0))
+                for other, count in self.queue.unused_by_environment.items()
+                if other != env_id
+            )
         return EnvironmentStatus(
             current_step=self.run.step if self.run else 0,
             queue_size=(own + others) // asker.group_size,
@@ -493,7 +502,7 @@ class ApiState:
     def answer_evaluation(self, answer: EvaluationAnswer, now: float) -> EvaluationRecord:
         """Store what an environment measured; a later answer replaces an earlier one."""
         assert self.evaluation is not None
-        self.last_seen[answer.env_id] = now
+        self._hear(answer.env_id, now)
         others = (other for other in self.evaluation.answers if other.env_id != answer.env_id)
         self.evaluation = replace(self.evaluation, answers=(*others, answer))
         return self.evaluation

@@ -25,8 +25,12 @@ class Queue:
         self.sequences_by_environment: Counter[int | None] = Counter()
         self.num_groups: Counter[tuple[int | None, int]] = Counter()
         """By environment and number of sequences."""
-        self.unused_by_environment: Counter[int | None] = Counter()
+        self._sizes: Counter[int] = Counter()
+        """Groups by number of sequences."""
+        self.num_unused = 0
         """Sequences that were never delivered."""
+        self.unused_by_environment: Counter[int | None] = Counter()
+        """The same by environment."""
         self.add(groups)
 
     def __len__(self) -> int:
@@ -55,14 +59,20 @@ class Queue:
 
     def largest_group(self) -> int:
         """Sequences of the largest group; 1 for an empty queue, since clients divide by it."""
-        return max((size for _, size in self.num_groups), default=1)
+        return max(self._sizes, default=1)
+
+    def has_one_size(self) -> bool:
+        """Whether all groups have as many sequences."""
+        return len(self._sizes) <= 1
 
     def _count(self, group: QueuedGroup, sign: int) -> None:
         self.num_sequences += sign * group.num_sequences
         self.num_bytes += sign * group.num_bytes
         _add(self.sequences_by_environment, group.env_id, sign * group.num_sequences)
         _add(self.num_groups, (group.env_id, group.num_sequences), sign)
+        _add(self._sizes, group.num_sequences, sign)
         if not group.uses:
+            self.num_unused += sign * group.num_sequences
             _add(self.unused_by_environment, group.env_id, sign * group.num_sequences)
 
 
