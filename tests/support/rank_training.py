@@ -83,11 +83,13 @@ class Trained:
     """Of each step."""
 
 
-def make_model(folder: Path, *, config: PreTrainedConfig | None = None, **changes: Any) -> Path:
+def make_model(
+    folder: Path, *, config: PreTrainedConfig | None = None, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
     """Save a small random model: a Llama with these changes, or one of this configuration."""
     torch.manual_seed(0)
     model = small_model(**changes) if config is None else AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 

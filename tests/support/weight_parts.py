@@ -24,7 +24,7 @@ PADDED_TO = 64
 @contextmanager
 def exported_parts(folder: Path, num_parts: int, stem: str) -> Iterator[BridgeFile]:
     """The parts of a saved model, beside a weight lock; removed at the end."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     aliases = {
         name: first
@@ -57,7 +57,8 @@ def exported_parts(folder: Path, num_parts: int, stem: str) -> Iterator[BridgeFi
 
 def whole_weights(file: BridgeFile) -> dict[str, Tensor]:
     """What the parts are together; those that several processes have must be equal."""
-    whole = {name: torch.full(part.whole, torch.nan) for name, part in file.parts[0].items()}
+    dtypes = {name: tensor.dtype for name, tensor in map_tensors(file.parts[0]).items()}
+    whole = {name: torch.full(part.whole, torch.nan, dtype=dtypes[name]) for name, part in file.parts[0].items()}
     for parts in file.parts:
         for name, tensor in map_tensors(parts).items():
             region = tuple(slice(a, a + n) for a, n in zip(parts[name].start, tensor.shape, strict=True))
@@ -84,7 +85,9 @@ def _export(
         tensor = torch.cat([own[name][0] for name in names])
         if "embed_tokens" in key or "lm_head" in key:  # rows of padding, which nobody may train
             rows = -(-len(parameters[key]) // PADDED_TO) * PADDED_TO // num_parts
-            tensor = torch.cat([tensor, torch.full((rows - len(tensor), tensor.shape[1]), torch.nan)])
+            tensor = torch.cat(
+                [tensor, torch.full((rows - len(tensor), tensor.shape[1]), torch.nan, dtype=tensor.dtype)]
+            )
         memory[key] = tensor
     manifest, _ = export_tensors(memory, segment)
     result = {}

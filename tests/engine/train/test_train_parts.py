@@ -108,6 +108,32 @@ def test_settings_mean_the_same_on_parts(name: str, settings: dict[str, Any], tm
     assert_equal(one, two)
 
 
+@OTHERS
+def test_four_ranks_of_which_two_have_each_key_head_train_the_same(tmp_path: Path) -> None:
+    one, four, _ = train_both("qwen3", tmp_path, num_parts=4)
+    assert_equal(one, four)
+
+
+@OTHERS
+@pytest.mark.parametrize("name", ["llama, one key head", "qwen3"])
+def test_what_both_ranks_have_stays_equal_though_updates_are_rounded_at_random(name: str, tmp_path: Path) -> None:
+    """Each rank draws random numbers of its own, and no norm may drift apart from that of the other process."""
+    model = make_model(tmp_path / "model", config=MODELS[name], dtype=torch.bfloat16)
+    rounded = {"master_weights": "stochastic_rounding", "gradient_dtype": "bfloat16", "dtype": "bfloat16"}
+    with exported_parts(model, 2, f"parts-{os.getpid()}") as file:
+        before = whole_weights(file)
+        training = Training(
+            **{"model": model, "folder": tmp_path / "2", "num_ranks": 2, "file": file},
+            settings={**rounded, "bridge": {"mode": "shared_vllm"}},
+        )
+        two = train_on_ranks(training)
+        after = whole_weights(file)  # checks that copies are equal
+    assert all(torch.equal(after[key], two.parameters[key]) for key in after)
+    norms = [key for key in after if "norm" in key]
+    assert any(not torch.equal(after[key], before[key]) for key in norms)
+    assert all(math.isfinite(step["train/grad_norm"]) for step in two.metrics)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_memory_plan_counts_what_a_rank_has(name: str, tmp_path: Path) -> None:
     config = settings(model_name="m", bridge={"mode": "shared_vllm"}, processes=2)
