@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from grpo_engine.config import did_you_mean
 from grpo_engine.errors import ConfigError
 from grpo_tui.cli.printing import write_line
 
@@ -84,6 +83,8 @@ def folder_of_policy(run: Run, policy: str | None) -> Path:
     if policy is not None and not folder.is_dir():
         names = sorted(path.name for path in (run.folder / POLICIES).glob("*"))
         there = ", ".join(names) if names else "one without a name alone"
+        from grpo_engine.config import did_you_mean  # here: status and up import no settings
+
         raise ConfigError(
             f"--policy {policy}: {run.id} has no such policy{did_you_mean(policy, names)}; it has {there}"
         )

@@ -75,9 +75,11 @@ def test_what_most_services_wait_for_stands_first_and_only_while_the_run_starts(
     del launches["env"]
     state = ViewState(run_folder=Path("logs/x"), now=NOW)
     state = reduce(reduce(state, Snapshot(number=0, status=status)), LaunchesRead(launches=launches))
-    assert [(each.service.name, each.waited_s, each.waiting) for each in awaited_services(state)] == [
-        ("env", 3.0, ("trainer",)),
-        ("vllm", 9.0, ("trainer",)),
+    assert [
+        (each.service.name, each.waited_s, [one.name for one in each.waiting]) for each in awaited_services(state)
+    ] == [
+        ("env", 3.0, ["trainer"]),
+        ("vllm", 9.0, ["trainer"]),
     ]
     assert state.status is not None
     up = replace(state, status=state.status.model_copy(update={"state": RunState.RUNNING}))

@@ -74,7 +74,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "time/training": "seconds in which engines in the trainer sleep, and it computes a step",
     "time/syncing": "seconds in which inference that slept takes new weights",
     "sync/sleep_time": "seconds in which inference freed its memory for the step",
-    "sync/freed_gb": "GPU memory that it freed, in 10⁹ bytes",
+    "sync/freed_gb": "GPU memory that it freed, in GB",
     "train/data_fetch_time": "seconds in which the trainer waits for a batch",
     "train/mfu": "share of the GPU's peak that the step reaches: model FLOPs utilization, waiting included",
     "train/busy_fraction": "share of a step in which the trainer does not wait for a batch",

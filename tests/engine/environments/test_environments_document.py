@@ -18,6 +18,8 @@ from grpo_engine.environments.tasks import AnyTask
 from grpo_engine.flags import parse_flags
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+OF_THE_SERVICE = {"kind", "opponent"}
+"""Settings in a profile that are not the environment's own."""
 MODULES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", DOCUMENT, re.DOTALL))
 
 
@@ -64,7 +66,8 @@ def test_the_curriculum_of_ones_own_goes_on_to_the_next_level() -> None:
 
 def test_the_tables_of_profiles_are_valid() -> None:
     for table in re.findall(r"```toml\n(.*?)```", DOCUMENT, re.DOTALL):
-        settings = tomllib.loads(table)["services"]["env"]
+        services = tomllib.loads(table)["services"]
+        settings = {name: value for name, value in services["env"].items() if name not in OF_THE_SERVICE}
         validated(EnvironmentConfig, {**settings, "model_name": "unused"}, where="profile")
         for task in re.findall(r"^# task = (.*)", table, re.MULTILINE):
             validated(EnvironmentConfig, {**tomllib.loads(f"task = {task}"), "model_name": "unused"}, where="profile")
@@ -90,7 +93,7 @@ def test_every_task_and_setting_that_is_named_is_there() -> None:
     assert listed <= names
     settings = {"help", "config", *EnvironmentConfig.model_fields}
     of_our_environments = DOCUMENT.partition("## Atropos environments")[0]
-    of_our_environments = re.sub(r"^grpo-tui .*", "", of_our_environments, flags=re.MULTILINE)  # its own flags
+    of_our_environments = re.sub(r"`grpo-tui [^`]*`|^grpo-tui .*", "", of_our_environments, flags=re.MULTILINE)
     own = {setting for task in tasks for setting in task.model_fields}
     for flag in re.findall(r"--([a-z][\w.-]*)", of_our_environments):
         name = flag.replace("-", "_")
