@@ -23,6 +23,9 @@ from grpo_engine.wire.rollouts import MASKED_LABEL, MASKED_LOGPROB, ScoredGroup
 LOGPROB_ROUNDING = 1e-6
 """A log-probability may be above 0 by this much: servers subtract a log-sum that was rounded."""
 
+MOST_REWARD = 1e9
+"""Far beyond it differences and squares of rewards overflow in float32, and the loss would not be finite."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupRows:
@@ -250,8 +253,11 @@ def _rollout_logprobs(group: ScoredGroup, ragged: _Ragged, is_trained: Tensor) -
 
 def _rewards(group: ScoredGroup, where: str) -> Tensor:
     for sequence, score in enumerate(group.scores):
-        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-            raise DataError(f"{where}: sequence {sequence}: scores = {score!r} is not a finite number: fix the reward")
+        is_number = isinstance(score, int | float) and not isinstance(score, bool)
+        if not is_number or not -MOST_REWARD <= score <= MOST_REWARD:
+            is_large = is_number and abs(score) < math.inf
+            what = f"beyond ±{MOST_REWARD:g}" if is_large else "not a finite number"
+            raise DataError(f"{where}: sequence {sequence}: scores = {score!r:.40} is {what}: fix the reward")
     return torch.tensor(group.scores, dtype=torch.float32)
 
 

@@ -27,6 +27,7 @@ from grpo_engine.wire.run_folder import (
     BRIDGE_FILE,
     CHECKPOINT_MARKER,
     CHECKPOINTS,
+    CHECKPOINTS_LOCK,
     HANDOVER_CURRENT,
     HANDOVER_FOLDER,
     JOURNAL,
@@ -45,6 +46,7 @@ from grpo_engine.wire.run_folder import (
     SUPERVISOR_LOG,
     TIMELINE_FILE,
     TOKEN_FILE,
+    TURN_LOCK,
     USED_VERSIONS_FILE,
     checkpoint_folder,
     checkpoint_steps,
@@ -74,6 +76,7 @@ _FILES = frozenset(
         *(TIMELINE_FILE, METRICS_FILE, ROLLOUTS_FILE, ROLLOUT_STORE, BRIDGE_FILE),
     }
 )
+_LOCKS_OF_SERVICES = frozenset({TURN_LOCK, CHECKPOINTS_LOCK})
 
 
 def refuse_links(run_folder: Path) -> None:
@@ -115,8 +118,9 @@ def refuse_no_files(run_folder: Path) -> None:
 def close_to_others(run_folder: Path) -> None:
     """Take from other users what the modes of a folder from elsewhere allow them; no link is followed.
 
-    A lock file that is another user's, or that others could open and so hold, is removed: `has_daemon` ignores it.
-    Other files of another user stay as they are.
+    A lock file that is another user's, or that others could open and so hold, is removed: `has_daemon` ignores that of
+    the supervisor, and the others would keep a trainer from starting, or from its first step. Other files of another
+    user stay as they are.
     """
     run_folder.chmod(0o700)  # first: from here on others can change only what they have open already
     with suppress(FileNotFoundError):
@@ -125,6 +129,9 @@ def close_to_others(run_folder: Path) -> None:
     for _, folders, files, descriptor in os.fwalk(run_folder):
         for name in (*folders, *files):
             status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+            if name in _LOCKS_OF_SERVICES and stat.S_ISREG(status.st_mode) and not _is_closed(status):
+                os.unlink(name, dir_fd=descriptor)
+                continue
             is_ours = status.st_uid == os.getuid() and not stat.S_ISLNK(status.st_mode)
             if is_ours and not _is_closed(status):
                 os.chmod(name, stat.S_IMODE(status.st_mode) & ~0o077, dir_fd=descriptor)

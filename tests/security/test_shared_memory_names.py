@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,15 @@ from grpo_engine.bridges.memory.shared_names import (
     adapters_name,
     make_own_folder,
     newest_adapter,
+    own_or_free,
     remove_stale_staging,
+    staging_name,
     stem_of,
 )
 from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY, attach_segment
+from grpo_engine.bridges.transport.checkpoint_folder import CheckpointFolder, choose_storage
 from grpo_engine.errors import BridgeError
+from grpo_engine.wire.environment_variables import RUN_VARIABLE
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
 NOBODY = 65534
@@ -79,3 +83,39 @@ def test_memory_that_another_user_has_made_or_linked_is_not_mapped_for_weights(r
     link.symlink_to(planted)
     with pytest.raises(BridgeError, match="cannot be mapped"):
         attach_segment(link.name)
+
+
+@pytest.mark.parametrize("name_of", [adapters_name, staging_name])
+def test_another_user_cannot_take_the_name_of_memory_before_the_trainer_makes_it(
+    run: str, name_of: Callable[[str], str]
+) -> None:
+    """By the pid of the trainer and its start time, which are public; the trainer would end."""
+    assert name_of(run) != name_of(run)
+    own = SHARED_MEMORY / name_of(run)
+    own.touch()
+    remove_stale_staging(run)
+    assert own.exists()  # of a process that lives
+
+
+def test_a_trainer_writes_checkpoints_beside_a_folder_that_another_user_has_made_of_their_name(
+    run: str, tmp_path: Path
+) -> None:
+    """Its name is known to who knows the run and its folder; no trainer of the run could have been started."""
+
+    def chosen() -> Path:
+        return choose_storage(tmp_path, None, num_bytes=1, on_gpu=True, environment={RUN_VARIABLE: run})
+
+    usual = chosen()
+    assert usual.is_relative_to(SHARED_MEMORY)
+    usual.mkdir()
+    assert chosen() == usual
+    of_nobody(usual)
+    beside = chosen()
+    assert beside != usual
+    folder = CheckpointFolder(tmp_path, beside, model="model")
+    assert chosen() == beside  # that of a trainer which was killed is found again
+    folder.close()
+    planted = SHARED_MEMORY / f"{usual.name}.0"
+    planted.mkdir()
+    of_nobody(planted)
+    assert own_or_free(usual) not in (usual, planted)

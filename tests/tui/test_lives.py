@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -212,14 +213,19 @@ def test_a_folder_that_was_unpacked_with_open_modes_is_closed_and_has_a_new_toke
     (folder / "wandb").mkdir()
     (folder / "wandb" / "core.log").symlink_to(elsewhere)
     (folder / "lives" / "\u00b2").mkdir(parents=True)  # a digit that is no number
-    (folder / "daemon.lock").touch()
+    (folder / "handover").mkdir(exist_ok=True)
+    locks = [folder / name for name in ("daemon.lock", "handover/turn.lock", ".checkpoints.lock")]
+    for path in locks:
+        path.touch()
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
             path.chmod(0o755 if path.is_dir() else 0o644)
-    with (folder / "daemon.lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # as another user could
+    with ExitStack() as opened:
+        for path in locks:
+            fcntl.flock(opened.enter_context(path.open()), fcntl.LOCK_EX)  # as another user could
         resume(logs)
         assert take_lock(folder) is not None
+        assert not any(path.exists() for path in locks[1:])  # a trainer or a server would wait for them, or end
     modes = {path.lstat().st_mode & 0o777 for path in (folder, *folder.rglob("*")) if not path.is_symlink()}
     assert modes == {0o700, 0o600}
     assert elsewhere.stat().st_mode & 0o777 == 0o644

@@ -7,6 +7,7 @@ one the creating process does, and a later process removes what a killed one lef
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -37,22 +38,35 @@ def stem_of(run: str | None) -> str:
 
 
 def adapters_name(run: str | None) -> str:
-    """Name of this process's adapter folder."""
-    me = ProcessIdentity.of_this_process()
-    return f"{stem_of(run)}{_ADAPTERS}-{me.pid}-{me.start_ticks}"
+    """A name for this process's adapter folder; another one at each call."""
+    return f"{stem_of(run)}{_ADAPTERS}{_of_this_process()}"
 
 
-def staging_name(run: str | None, number: int) -> str:
-    """Name of memory through which this process hands over weights; another number is other memory."""
+def staging_name(run: str | None) -> str:
+    """A name for memory through which this process hands over weights; another one at each call."""
+    return f"{stem_of(run)}{_STAGING}{_of_this_process()}"
+
+
+def _of_this_process() -> str:
+    """The end of a name: by whom it is, after what no other user can know, who would take the name first."""
     me = ProcessIdentity.of_this_process()
-    return f"{stem_of(run)}{_STAGING}{number}-{me.pid}-{me.start_ticks}"
+    return f"-{secrets.token_hex(8)}-{me.pid}-{me.start_ticks}"
 
 
 def remove_stale_staging(run: str | None) -> None:
     """Remove such memory of processes that have exited."""
-    for path, trainer in _of_processes(run, f"{_STAGING}*"):
+    for path, trainer in _of_processes(run, _STAGING):
         if not trainer.is_alive():
             path.unlink(missing_ok=True)
+
+
+def own_or_free(path: Path) -> Path:
+    """A folder for the same purpose that no other user has made: the path itself, or one beside it of a longer name,
+    which later processes find again."""
+    if not os.path.lexists(path) or _is_own(path):
+        return path
+    beside = (each for each in sorted(path.parent.glob(f"{path.name}.*")) if _is_own(each))
+    return next(beside, path.with_name(f"{path.name}.{secrets.token_hex(8)}"))
 
 
 def make_own_folder(path: Path) -> None:

@@ -7,7 +7,6 @@ its own, which vLLM's sleep mode unmaps, cannot be exported, and that of a shard
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -79,7 +78,6 @@ class Staging:
         self._memory: Tensor | None = None
         self._described: SharedTensor | None = None
         self._segment: str | None = None
-        self._numbers = itertools.count()
 
     def open(self) -> StagedWeights:
         """Allocate the memory, and describe it for the server.
@@ -101,7 +99,7 @@ class Staging:
                 run = run_of(os.environ)
                 remove_stale_staging(run)
                 # Of another name each time: a server takes memory of the same description for the same memory.
-                self._segment = staging_name(run, next(self._numbers))
+                self._segment = staging_name(run)
                 described, tensors = export_tensors({_NAME: empty}, self._segment)
                 self._memory = tensors[_NAME]
             self._described = described[_NAME]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from grpo_engine.bridges.memory.shared_names import make_own_folder, run_of, stem_of
+from grpo_engine.bridges.memory.shared_names import make_own_folder, own_or_free, run_of, stem_of
 from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY
 from grpo_engine.bridges.transport.saving import explain_write_errors
 from grpo_engine.errors import BridgeError
@@ -181,6 +181,8 @@ def choose_storage(
     digest = hashlib.blake2b(str(folder).encode(), digest_size=6).hexdigest()
     stem = f"{stem_of(run_of(environment))}{_HANDOVER}"
     storage = (configured or SHARED_MEMORY).absolute() / f"{stem}{digest}"
+    if configured is None:  # any user may have made such a name
+        storage = own_or_free(storage)
     if configured is None and on_gpu and run_of(environment) is None:
         _remove_left(SHARED_MEMORY.glob(f"{stem}*"), spared=storage)
     if configured is None and not (on_gpu and _has_room(storage, num_bytes)):

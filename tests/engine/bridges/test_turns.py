@@ -277,5 +277,5 @@ def test_staging_memory_has_another_name_each_time() -> None:
     staging.close()
     assert first.memory != second.memory
     assert staging.capacity == 4  # no more than there is
-    assert staging_name("run", 0) != staging_name("run", 1)
+    assert staging_name("run") != staging_name("run")
     assert not staging_of(os.getpid())

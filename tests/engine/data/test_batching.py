@@ -197,6 +197,8 @@ def logprobs(first: list[float]) -> dict[str, Any]:
         ({"scores": [1.0]}, "scores has 1 entries, tokens has 2 sequences"),
         ({"scores": [1.0, math.nan]}, "sequence 1: scores = nan is not a finite number: fix the reward"),
         ({"scores": [math.inf, 1.0]}, "sequence 0: scores = inf"),
+        ({"scores": [1e300, 1.0]}, r"sequence 0: scores = 1e\+300 is beyond"),
+        ({"scores": [0.0, -(10**400)]}, "sequence 1: scores = -1000"),
         ({"inference_logprobs": [[1.0, 1.0, -0.3, -0.01]]}, "inference_logprobs has 1 entries"),
         (logprobs([-0.3, -0.01]), "sequence 0: inference_logprobs has 2 entries, tokens has 4"),
         (logprobs([1.0, 1.0, math.nan, 0.0]), r"sequence 0: inference_logprobs\[2\] = nan is not finite"),

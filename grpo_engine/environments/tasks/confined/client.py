@@ -45,6 +45,8 @@ TIMEOUT_S = 7.0
 """Time limit of a text."""
 _STARTUP_TIMEOUT_S = 60.0
 """Time limit for importing the libraries, and for preparing a scorer."""
+_LOWEST, _HIGHEST = -1.0, 1.0
+"""Scores; text that runs code could give itself one beside which those of all others vanish, or overflow."""
 _CHANGES_SOMETHING = re.compile(r"[^\s(+\-*/,\[=<>%]\s*\(|[#\\]|:=|for|lambda")
 """Python that calls or assigns something; a parenthesis after an operator, a comma or another one only groups."""
 _PASSED_ON = re.compile(
@@ -181,7 +183,8 @@ class ConfinedScorers:
             socket.send_fds(self._control, [FORK], [theirs.fileno()])
 
     def _ask(self, question: bytes) -> tuple[bool, float | None]:
-        """Whether Python compiled something while it scored, and the score; None where the scorer raised.
+        """Whether Python compiled something while it scored, and the score; None where the scorer raised, or
+        returned a number that is no score.
 
         Raises:
             TimeoutError: no answer in time.
@@ -201,7 +204,7 @@ class ConfinedScorers:
                 return was_evaluated, None
             if said.startswith(SCORED) and len(said) == len(SCORED) + SCORE.size:
                 (score,) = SCORE.unpack(said[len(SCORED) :])
-                return was_evaluated, score if math.isfinite(score) else None
+                return was_evaluated, score if _LOWEST <= score <= _HIGHEST else None
             if not part or len(answer) >= MAX_ANSWER_BYTES or time.monotonic() > until:
                 raise EOFError
 
