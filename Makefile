@@ -12,7 +12,7 @@ TEST := $(VENV)/.test
 GPU := $(VENV)/.gpu
 ATROPOS := $(VENV)/atropos
 
-# At most 10 minutes for `make test`, 25 for `make test-all`, on two quiet cores: scripts/test_durations.py.
+# At most 10 minutes for `make test`, 30 for `make test-all`, on two quiet cores: scripts/test_durations.py.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 CHECK := $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
 

@@ -199,6 +199,7 @@ def test_a_damaged_part_is_named_before_anything_is_installed(carried: Path, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.extended("test_environments_tasks reads problems of that form")
 def test_word_problems_are_written_as_the_task_reads_them(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     path = tmp_path / "gsm_symbolic.jsonl"

@@ -88,6 +88,7 @@ def test_no_two_unanswered_questions_are_alike() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended("the pace itself above, as a table")
 async def test_while_the_line_is_full_nothing_is_sent_and_then_the_newest_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -295,6 +295,7 @@ def test_no_server_on_the_port_is_an_error_that_says_how_to_start_one(model: Pat
     assert "grpo-engine server" in str(findings["server"].hint)
 
 
+@pytest.mark.extended("the other faults of a server here")
 def test_another_checkpoint_is_recognised_by_its_numbers_and_its_name(model: Path, tmp_path: Path) -> None:
     with running_server(save_tiny_model(tmp_path / "other", seed=2), folder=tmp_path) as wrong:
         findings = findings_of(config_of(model, wrong))
@@ -312,6 +313,7 @@ def test_truncation_that_raw_log_probabilities_do_not_show_is_found_by_token_fre
     assert "narrower" in str(findings["sampling"].cause)
 
 
+@pytest.mark.extended("the other faults of a server here")
 def test_an_end_token_that_is_left_out_is_an_error(tiny_model_dir: Path, tmp_path: Path) -> None:
     with running_server(tiny_model_dir, folder=tmp_path) as running:
         findings = findings_through(leaving_out_end_tokens, running, tiny_model_dir)
@@ -346,6 +348,7 @@ def test_a_stock_server_is_checked_as_far_as_it_answers(server_of: Callable[...,
     assert {findings[id].severity for id in ("alignment", "temperature")} == {"ok"}
 
 
+@pytest.mark.extended("the refusal of a second trainer in test_bridges_failures")
 def test_a_server_that_another_trainer_writes_into_is_left_alone(
     server_of: Callable[..., RunningServer], model: Path, tmp_path: Path
 ) -> None:
@@ -411,6 +414,7 @@ def test_a_changed_weight_is_restored_when_the_server_fails(
     assert_serves_the_start(server, model)
 
 
+@pytest.mark.extended("the same when the server fails")
 def test_a_changed_weight_is_restored_when_the_check_is_ended_by_a_signal(
     server_of: Callable[..., RunningServer], model: Path
 ) -> None:

@@ -74,6 +74,7 @@ async def test_two_trainers_take_their_batches_from_the_same_games_by_their_own_
 
 
 @pytest.mark.slow
+@pytest.mark.extended("the first game of two trainers here")
 async def test_games_go_on_for_one_trainer_when_the_other_has_its_last_batch() -> None:
     passing = fake_inference(lambda prompt, index: "<pass/>")
     with (

@@ -17,7 +17,11 @@ from serving import end_all, free_port, python_path
 from grpo_engine.models.loading import resolve_model
 from grpo_engine.models.tiny_tokenizer import CONTEXT_TOKENS, END_ID
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.extended("test_environments_mafia.py and test_multi_turn_training.py, in one process"),
+    pytest.mark.slow,
+    pytest.mark.timeout(200),
+]
 GROUP_SIZE, NUM_SEATS, STEPS = 4, 5, 3
 
 
