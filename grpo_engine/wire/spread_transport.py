@@ -15,7 +15,7 @@ CONNECTIONS_A_POOL = 8
 
 
 class SpreadTransport(httpx.AsyncBaseTransport):
-    """Sends each request through the pool with the fewest open ones."""
+    """Sends each request through the first pool that has a connection left, so that open ones are used again."""
 
     def __init__(self, pools: Sequence[httpx.AsyncBaseTransport]) -> None:
         self._pools = pools
@@ -23,7 +23,9 @@ class SpreadTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request; it is open until its answer has been read or closed."""
-        index = self._num_open.index(min(self._num_open))  # the first, so that idle connections are used again
+        index = next((i for i, number in enumerate(self._num_open) if number < CONNECTIONS_A_POOL), None)
+        if index is None:  # it waits there for one
+            index = self._num_open.index(min(self._num_open))
         self._num_open[index] += 1
         try:
             response = await self._pools[index].handle_async_request(request)
