@@ -23,13 +23,15 @@ from grpo_engine.retrying import RetryPolicy, Stopped, never, retry
 from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.bounded_answers import allowing
 from grpo_engine.wire.codec import first_fault
-from grpo_engine.wire.metrics import STALE_GROUPS
+from grpo_engine.wire.metrics import BATCHES_AHEAD, SERVERS_FULL, STALE_GROUPS, WORKERS_FULL
 from grpo_engine.wire.rollouts import (
+    BatchesAhead,
     BatchResponse,
     EvaluationOrder,
     EvaluationState,
     IdleTimes,
     RegisterRequest,
+    SamplingLimit,
     ScoredGroup,
 )
 from grpo_engine.wire.token_clients import open_client
@@ -85,6 +87,7 @@ class RolloutApiSource:
         self._environments: dict[int, str] = {}
         self._idle: IdleTimes | None = None
         self._num_dropped: int | None = None
+        self._ahead: BatchesAhead | None = None
         """Groups that were too old, where staleness is bounded."""
         self._is_used = False
         self._why_none = ""
@@ -204,7 +207,7 @@ class RolloutApiSource:
         if not response.batch:
             return None
         self._lease, self._is_used = response.lease or "", False
-        self._environments, self._idle = response.environments, response.idle
+        self._environments, self._idle, self._ahead = response.environments, response.idle, response.ahead
         is_bounded = self._registration is not None and self._registration.max_staleness is not None
         self._num_dropped = response.num_dropped if is_bounded else None
         return response.batch
@@ -222,7 +225,8 @@ class RolloutApiSource:
     def time_metrics(self) -> dict[str, float]:
         """How long environments waited before the last batch, where they say it, and how many groups were dropped."""
         dropped = {} if self._num_dropped is None else {STALE_GROUPS: float(self._num_dropped)}
-        return dropped if self._idle is None else dropped | idle_metrics(self._idle)
+        idle = {} if self._idle is None else idle_metrics(self._idle)
+        return {**dropped, **idle, **({} if self._ahead is None else ahead_metrics(self._ahead))}
 
     def resume_after(self, lease: str) -> None:
         """Acknowledge this lease of a killed trainer with the next request, so that its batch is not offered again."""
@@ -396,6 +400,19 @@ class RolloutApiSource:
         if text != said or now - when > _SAY_AGAIN_S:
             log.warning("%s", text)
             self._said = (text, now)
+
+
+def ahead_metrics(ahead: BatchesAhead) -> dict[str, float]:
+    """`rollout/batches_ahead`, and whether inference servers are the limit, or the workers of environments.
+
+    >>> ahead_metrics(BatchesAhead(batches=4, limit=SamplingLimit.SERVERS))
+    {'rollout/batches_ahead': 4.0, 'rollout/servers_full': 1.0, 'rollout/workers_full': 0.0}
+    """
+    return {
+        BATCHES_AHEAD: float(ahead.batches),
+        SERVERS_FULL: float(ahead.limit is SamplingLimit.SERVERS),
+        WORKERS_FULL: float(ahead.limit is SamplingLimit.WORKERS),
+    }
 
 
 def idle_metrics(idle: IdleTimes) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """How far an environment samples ahead of the trainer, and which inference server it asks. Pure.
 
 Where staleness is bounded the rollout API grants slots, and an environment starts as many groups as it is granted. Else
-it stays up to `max_batches_offpolicy` batches ahead, including groups that are being generated. Groups of other
+it stays up to `max_batches_offpolicy` batches ahead, or where that is unset as many as the rollout API says, which
+follows what the trainer needs; groups that are being generated are among them. Groups of other
 environments count too, except against the guaranteed share: no batch forms without that.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from grpo_engine.wire.rollouts import EnvironmentStatus
+from grpo_engine.wire.rollouts import FIRST_BATCHES_AHEAD, EnvironmentStatus, SamplingLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,8 @@ class Ahead:
     group_size: int
     groups_per_item: int
     max_workers: int
-    max_batches_offpolicy: int
+    max_batches_offpolicy: int | None
+    """None: as many as the rollout API says."""
     min_batch_allocation: float | None = None
 
     def idle_workers(self, env_weight: float, num_running: int) -> int:
@@ -39,7 +41,7 @@ class Ahead:
         if status.may_start is not None:
             return min(status.may_start // self.groups_per_item, idle_workers)
         num_ahead = status.queue_size + num_unposted
-        wanted = self.max_batches_offpolicy * batch_size // self.group_size
+        wanted = self.batches(status) * batch_size // self.group_size
         num_items = (wanted - num_ahead) // self.groups_per_item
         if num_items < 1 and num_ahead * self.group_size < batch_size:
             num_items = 1  # though its groups exceed the room: without it the trainer would wait forever
@@ -47,6 +49,20 @@ class Ahead:
         missing = share - status.self_queue_size - num_unposted
         num_items = max(num_items, math.ceil(missing / self.groups_per_item))
         return max(0, min(num_items, idle_workers))
+
+    def batches(self, status: EnvironmentStatus | None) -> int:
+        """Most batches to be ahead; a stock API does not say how many, nor ours before the first answer."""
+        if self.max_batches_offpolicy is not None:
+            return self.max_batches_offpolicy
+        return status.ahead.batches if status is not None and status.ahead is not None else FIRST_BATCHES_AHEAD
+
+    def limit(self, *, idle_workers: int, servers_are_full: bool) -> SamplingLimit | None:
+        """What keeps it from sampling more; None where the number of batches ahead is a setting."""
+        if self.max_batches_offpolicy is not None:
+            return None
+        if servers_are_full:
+            return SamplingLimit.SERVERS
+        return SamplingLimit.BATCHES_AHEAD if idle_workers else SamplingLimit.WORKERS
 
 
 class Loaded(Protocol):

@@ -21,6 +21,7 @@ from grpo_engine.wire.rollouts import (
     EvaluationAnswer,
     RegisterEnvironmentRequest,
     RegisterEnvironmentResponse,
+    SamplingLimit,
     ScoredGroup,
 )
 
@@ -93,7 +94,13 @@ class RolloutApi:
             await asyncio.sleep(_REGISTER_EVERY_S)
 
     async def status(
-        self, env_id: int, *, known: EnvironmentStatus | None = None, wait_s: float = 0.0, demand: Demand
+        self,
+        env_id: int,
+        *,
+        known: EnvironmentStatus | None = None,
+        wait_s: float = 0.0,
+        demand: Demand,
+        limit: SamplingLimit | None = None,
     ) -> EnvironmentStatus:
         """Step, queue and evaluation; the API may hold its answer for `wait_s` while they are as `known`.
 
@@ -101,11 +108,14 @@ class RolloutApi:
 
         Args:
             demand: what it samples, and would start; where staleness is bounded, the answer says what it may start.
+            limit: what keeps it from sampling more; with it, the answer says how many batches ahead it may sample.
 
         Raises:
             UnknownEnvironment: register again.
         """
         body: dict[str, float | int | str] = {"env_id": env_id, "wait_s": wait_s, **asdict(demand)}
+        if limit is not None:
+            body["limit"] = limit
         if known is not None and wait_s > 0:
             body |= {"current_step": known.current_step, "queue_size": known.queue_size}
             body |= {"evaluation": known.evaluation.id} if known.evaluation else {}

@@ -168,8 +168,9 @@ class EnvironmentConfig(SamplingConfig):
     """Type of the inference server, as stock environments have it: vllm, for log-probabilities of `/generate`."""
 
     # How much
-    max_batches_offpolicy: int = Field(3, ge=1)
-    """Most batches that are generated ahead of the trainer, unless its max_staleness is set, which then decides."""
+    max_batches_offpolicy: int | None = Field(None, ge=1)
+    """Most batches that are generated ahead of the trainer, unless its max_staleness is set, which then decides. Unset:
+    between 1 and 8, from 3 on, as many as keep the trainer from waiting, and no more."""
     max_workers: int = Field(64, ge=1)
     """Most groups that are generated concurrently."""
     total_steps: int | None = Field(None, ge=1)

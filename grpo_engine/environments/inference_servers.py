@@ -20,6 +20,7 @@ import httpx
 from grpo_engine.environments.ahead import least_loaded
 from grpo_engine.environments.peers import Attempts, Peer, read, repeated, request_until_answered
 from grpo_engine.environments.sampling.groups import ABORTED, Completions, check_completions, finished, joined
+from grpo_engine.environments.server_queues import ServerQueues
 from grpo_engine.errors import PeerError, PeerUnavailable
 from grpo_engine.wire.bounded_answers import allowing
 from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
@@ -71,6 +72,7 @@ class InferenceServers:
             timeout_s: longest time to an answer of `/generate`.
         """
         self._servers = [InferenceServer(http) for http in https]
+        self.queues = ServerQueues(https)
         self._first = first
         self._timeout_s = timeout_s
         self.num_open = 0

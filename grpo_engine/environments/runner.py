@@ -80,7 +80,14 @@ class Runner:
         self._ask_every_s = ask_every_s
         notify = self._has_news.set
         evaluator = Evaluator(config, tokenizer, api, inference, opponent=opponent, notify=notify)
-        self._own = TrainerLink(config, api, evaluator, notify=notify, outbox=outbox)
+        self._own = TrainerLink(
+            config,
+            api,
+            evaluator,
+            notify=notify,
+            outbox=outbox,
+            servers_are_full=lambda: inference.queues.are_full,
+        )
         self._posts_itself = outbox is None
         self._other: TrainerLink | None = None
         if opponent is not None and opponent_api is not None:
@@ -93,7 +100,13 @@ class Runner:
                 opponent=Opponent(tokenizer=tokenizer, inference=inference),
                 notify=notify,
             )
-            self._other = TrainerLink(of_other, opponent_api, evaluator, notify=notify)
+            self._other = TrainerLink(
+                of_other,
+                opponent_api,
+                evaluator,
+                notify=notify,
+                servers_are_full=lambda: opponent.inference.queues.are_full,
+            )
         self._links = [self._own, *([self._other] if self._other else [])]
         self._tracker: Tracker = NoTracker()
 
@@ -114,13 +127,15 @@ class Runner:
             self._tracker = await asyncio.to_thread(start_tracker, config, await self._own.api.wandb_info())
         try:
             async with asyncio.TaskGroup() as tasks:
-                posting = []
+                background: list[asyncio.Task[None]] = []
                 if self._posts_itself:
-                    posting.append(tasks.create_task(self._own.outbox.post(self._progress.posted)))
+                    background.append(tasks.create_task(self._own.outbox.post(self._progress.posted)))
                 if self._other is not None:
-                    posting.append(tasks.create_task(self._other.outbox.post(lambda groups: None)))
+                    background.append(tasks.create_task(self._other.outbox.post(lambda groups: None)))
+                if self._config.max_batches_offpolicy is None:
+                    background.extend(tasks.create_task(servers.queues.watch()) for servers in self._all_servers)
                 await self._keep_generating(tasks)
-                for task in (*posting, *self._workers):
+                for task in (*background, *self._workers):
                     task.cancel()
                 for link in self._links:
                     link.evaluator.cancel()

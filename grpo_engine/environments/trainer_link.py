@@ -69,18 +69,21 @@ class TrainerLink:
         *,
         notify: Callable[[], None],
         outbox: Outbox | None = None,
+        servers_are_full: Callable[[], bool],
     ) -> None:
         """
         Args:
             config: settings from the side of the policy that is trained.
             notify: called when there may be room for further items.
             outbox: of several environments; None: its own.
+            servers_are_full: whether requests queue at every inference server.
         """
         self.outbox = outbox or Outbox(api)
         self.config = config
         self.api = api
         self.evaluator = evaluator
         self._notify = notify
+        self._servers_are_full = servers_are_full
         self.num_per_item = num_groups(config.task)
         """Groups of each item, those that are dropped included."""
         self._ahead = Ahead(
@@ -176,13 +179,22 @@ class TrainerLink:
             groups_per_item=self.num_per_item,
         )
         wait_s = _HOLD_S if may_hold else 0.0
+        limit = self._ahead.limit(
+            idle_workers=self._idle_workers(num_workers) if known else 1, servers_are_full=self._servers_are_full()
+        )
         try:
-            self.status = await self.api.status(self.env_id, known=known, wait_s=wait_s, demand=demand)
+            self.status = await self.api.status(self.env_id, known=known, wait_s=wait_s, demand=demand, limit=limit)
         except UnknownEnvironment:
             log.warning("the rollout API no longer knows this environment; registering again")
             await self.register()
-            self.status = await self.api.status(self.env_id, demand=demand)
+            self.status = await self.api.status(self.env_id, demand=demand, limit=limit)
+        self._log_change(known)
         return known is not None and known.current_step != self.status.current_step
+
+    def _log_change(self, before: EnvironmentStatus | None) -> None:
+        ahead = self.status.ahead if self.status is not None else None
+        if ahead is not None and before is not None and ahead.batches != (number := self._ahead.batches(before)):
+            log.info("now up to %d batches ahead of the trainer instead of %d: %s", ahead.batches, number, ahead.why)
 
     def follow_evaluation(self, tasks: asyncio.TaskGroup) -> None:
         """Start the evaluation that is ordered, if any."""

@@ -35,6 +35,7 @@ from grpo_engine.rollouts.storage.writer import NotWritten, Writer
 from grpo_engine.rollouts.validation import CheckedGroup, Refusal
 from grpo_engine.serving.reporting import Reporter
 from grpo_engine.wire.rollouts import (
+    BatchesAhead,
     EnvironmentStatus,
     EvaluationAnswer,
     EvaluationOrder,
@@ -42,6 +43,7 @@ from grpo_engine.wire.rollouts import (
     IdleTimes,
     RegisterEnvironmentRequest,
     RegisterRequest,
+    SamplingLimit,
 )
 
 log = logging.getLogger("grpo_engine.rollouts")
@@ -70,6 +72,8 @@ class Delivery:
     """Absent where it is repeated."""
     num_dropped: int
     """Groups that were dropped since the batch before, too old and in no batch."""
+    ahead: BatchesAhead | None
+    """How far environments may sample ahead, where that is decided here."""
 
 
 class Coordinator:
@@ -187,6 +191,7 @@ class Coordinator:
             is_repeated=handout.is_repeated,
             idle=None if handout.is_repeated else self._idle.take(),
             num_dropped=num_dropped,
+            ahead=handout.ahead,
         )
 
     async def acknowledge(self, lease_id: str) -> None:
@@ -284,6 +289,7 @@ class Coordinator:
         known: tuple[int, int, str | None] | None = None,
         says_idle: bool = False,
         demand: Demand | None = None,
+        limit: SamplingLimit | None = None,
     ) -> EnvironmentStatus | None:
         """Step, queue and evaluation as an environment sees them; None when there is none of that id.
 
@@ -292,6 +298,7 @@ class Coordinator:
                 queue_size (more groups are not news), and the id of the evaluation that it has yet to answer.
             says_idle: whether it has nothing to do when, and only when, it waits.
             demand: what it samples, and would start; that it may start some of it is news too.
+            limit: what keeps it from sampling more, where it follows the number of batches ahead.
         """
         deadline = asyncio.get_running_loop().time() + wait_s
         number = self._num_asked[env_id] = self._num_asked.get(env_id, 0) + (demand is not None)
@@ -319,6 +326,8 @@ class Coordinator:
                 return True
             return status.queue_size < known[1]
 
+        if limit is not None:
+            self.state.report_limit(env_id, limit)
         status = self.state.environment_status(env_id, time.time())
         if says_idle:
             self._idle.note(env_id)
@@ -544,7 +553,7 @@ class Coordinator:
         before, self.state = self.state, self._state_from(stored)
         self.state.last_seen |= {id_: at for id_, at in before.last_seen.items() if id_ in self.state.environments}
         self.state.trainer_seen = before.trainer_seen
-        self.state.slots = before.slots
+        self.state.slots, self.state.ahead = before.slots, before.ahead
         self.latest_body, self._posts = stored.latest_body, stored.posts
         self._notify()
 

@@ -136,6 +136,11 @@ class Environments:
         if granted is not None:
             self._state.grant_slots(environment.id, granted)
             return granted
+        limit = self._ahead.limit(
+            idle_workers=idle_workers, servers_are_full=all(server.is_full for server in self._servers)
+        )
+        if limit is not None:
+            self._state.report_limit(environment.id, limit)
         status = self._state.environment_status(environment.id, now)
         assert status is not None
         return self._ahead.startable(
@@ -162,7 +167,7 @@ class Environments:
         placed = self._state.place(
             environment.id,
             self._layout.group_size,
-            0,
+            request.num_tokens,
             self._clock.now,
             policy_version=request.oldest_version,
             spread=self._random.random(),

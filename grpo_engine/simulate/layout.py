@@ -20,7 +20,8 @@ class Layout:
     group_size: int
     max_staleness: int | None
     max_workers: int = 64
-    max_batches_offpolicy: int = 3
+    max_batches_offpolicy: int | None = None
+    """None: as many as the rollout API says."""
     buffering: Buffering = field(default_factory=Buffering)
     update_every: int = 1
     """Steps between two weight updates."""

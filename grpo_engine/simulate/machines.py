@@ -8,6 +8,7 @@ from statistics import fmean
 from grpo_engine.errors import ConfigError
 from grpo_engine.simulate.figures import Figures
 from grpo_engine.simulate.layout import Layout
+from grpo_engine.wire.rollouts import MOST_BATCHES_AHEAD
 
 
 def divided(layout: Layout, figures: Figures, *, num_gpus: int, gpus_per_server: int, num_ranks: int | None) -> Layout:
@@ -36,7 +37,8 @@ def _step_s(layout: Layout, figures: Figures) -> float:
     """A step in which no time is lost: the longer of both times, or their sum in turns."""
     lengths = figures.lengths
     mean = fmean(length for group in lengths.groups for length in group) if lengths.groups else lengths.mean
-    bound = layout.max_batches_offpolicy - 1 if layout.max_staleness is None else layout.max_staleness
+    batches = layout.max_batches_offpolicy or MOST_BATCHES_AHEAD
+    bound = batches - 1 if layout.max_staleness is None else layout.max_staleness
     ahead = layout.batch_size * (bound + 1)
     running = max(1, min(figures.server.max_running, ahead // layout.num_servers))
     sampling_s = layout.batch_size * mean / (layout.num_servers * figures.server.tokens_per_s(running))

@@ -57,6 +57,11 @@ class Server(ABC):
         self._waiting: deque[_Sequence] = deque()
         self._is_paused = False
 
+    @property
+    def is_full(self) -> bool:
+        """Whether sequences queue for a place."""
+        return bool(self._waiting)
+
     def submit(self, request: Request) -> None:
         """Take a request; its `on_answer` is called when its last completion has ended."""
         request.num_left = len(request.lengths)

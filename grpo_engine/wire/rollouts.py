@@ -8,6 +8,7 @@ send nor read them. Evaluations are an extension too: the trainer orders one, en
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, FiniteFloat
@@ -33,6 +34,11 @@ Name = Annotated[str, Field(max_length=256), AfterValidator(_is_printable)]
 """A name that is shown on terminals."""
 MAX_SEQUENCES = 2**20
 """Bound on a batch or group, far above practical sizes: forming a batch takes memory proportional to its size."""
+
+FIRST_BATCHES_AHEAD, MOST_BATCHES_AHEAD = 3, 8
+"""Batches that environments sample ahead where neither they nor a staleness bound fix it: at the start, as stock ones
+do, and at most. With 8 an 8B trainer beside vLLM on one H200 waited 0.02 s a step instead of 0.54, at a staleness of
+5.1 versions instead of 2.3."""
 
 POST_HEADER = "Idempotency-Key"
 """Identifies a post of groups as `sender:number`: a post whose answer was lost is repeated, and must not count twice.
@@ -147,6 +153,27 @@ class EvaluationState(Message):
     """Environments that do not evaluate."""
 
 
+class SamplingLimit(StrEnum):
+    """What keeps an environment from sampling more at a time."""
+
+    BATCHES_AHEAD = "batches_ahead"
+    """The number of batches ahead."""
+    WORKERS = "workers"
+    """Its `max_workers`, or its share of them."""
+    SERVERS = "servers"
+    """Requests queue at every inference server, for a place in its batch or in its KV cache."""
+
+
+class BatchesAhead(Message):
+    """How far environments may sample ahead, where that follows what the trainer needs."""
+
+    batches: int
+    why: str = ""
+    """It was changed to that, for people."""
+    limit: SamplingLimit | None = None
+    """What keeps most environments from sampling more, where it is not this number."""
+
+
 class EnvironmentStatus(Message):
     """Answer of `GET /status-env`; all counts are groups of the asking environment's size."""
 
@@ -166,6 +193,8 @@ class EnvironmentStatus(Message):
     ask."""
     needs_no_more: bool | None = None
     """True once the trainer has its last batch; only sent to environments that take slots."""
+    ahead: BatchesAhead | None = None
+    """Only sent to environments that said what limits them; absent where staleness has a bound."""
 
 
 class ScoredGroup(Message):
@@ -222,5 +251,7 @@ class BatchResponse(Message):
     """Names by the environment ids of its groups; stable across restarts (`sort6`, not `sort6_0`)."""
     idle: IdleTimes | None = None
     """Absent for a batch that is offered again, and from a stock API."""
+    ahead: BatchesAhead | None = None
+    """When it was delivered; absent where no environment follows it, and for a batch that is offered again."""
     num_dropped: int = 0
     """Groups that were dropped since the batch before, because they were older than max_staleness."""

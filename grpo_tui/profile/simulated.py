@@ -169,7 +169,7 @@ def _layout(services: Mapping[str, Mapping[str, Any]], where: str) -> Layout:
         group_size=sizes.pop(),
         max_staleness=min(bounds, default=None),
         max_workers=int(environments[0]["max_workers"]),
-        max_batches_offpolicy=int(environments[0]["max_batches_offpolicy"]),
+        max_batches_offpolicy=environments[0].get("max_batches_offpolicy"),
         buffering=config.buffering,
         update_every=int(bridge.get("every_steps") or 1),
     )

@@ -13,7 +13,16 @@ from statistics import median
 from types import MappingProxyType
 
 from grpo_engine.diagnosis.evidence import USUAL_CLIP, RunSettings
-from grpo_engine.wire.metrics import EVALUATION_PREFIX, HEALTHY_BANDS, STALE_GROUPS, MetricsLine
+from grpo_engine.wire.metrics import (
+    BATCHES_AHEAD,
+    EVALUATION_PREFIX,
+    HEALTHY_BANDS,
+    SERVERS_FULL,
+    STALE_GROUPS,
+    WORKERS_FULL,
+    MetricsLine,
+)
+from grpo_engine.wire.rollouts import MOST_BATCHES_AHEAD
 from grpo_engine.wire.supervisor import Warning
 from grpo_tui.view.format import number_text
 
@@ -440,19 +449,40 @@ def waiting_sides(measured: Measurements) -> Iterator[Warning]:
         return
     if (measured.recent("train/step_time") or 0.0) < SHORT_STEP_S:
         return
-    found = who_waits(trainer, generation)
+    found = who_waits(trainer, generation, what_limits(measured))
     if found is None:
         return
     text, hint = found
     yield Warning(id="waiting-sides", severity="info", text=text, hint=hint)
 
 
-def who_waits(trainer: float, generation: float) -> tuple[str, str] | None:
+def what_limits(measured: Measurements) -> tuple[str, str] | None:
+    """What keeps sampling from keeping up where the number of batches ahead follows the trainer, and what helps."""
+    batches = measured.recent(BATCHES_AHEAD)
+    if batches is None:
+        return None
+    if measured.recent(SERVERS_FULL):
+        return "requests queue at the inference servers, so that more batches ahead would not help", (
+            "raise --max-batch-size of the server, its --gpu-memory-utilization (KV cache) or its gpu_share, or add "
+            "replicas on more GPUs; or lower --max-tokens"
+        )
+    if measured.recent(WORKERS_FULL):
+        return "every worker of the environments is busy", "raise --max-workers of the environment"
+    if batches >= MOST_BATCHES_AHEAD:
+        return f"environments sample {batches:.0f} batches ahead, as many as they may by themselves", (
+            "set --max-batches-offpolicy of the environment above that, if groups may be that old; or give inference "
+            "more GPUs (replicas), or lower --max-tokens"
+        )
+    return None
+
+
+def who_waits(trainer: float, generation: float, limit: tuple[str, str] | None = None) -> tuple[str, str] | None:
     """In words which side waits for the other, and what helps; None where neither does for long.
 
     Args:
         trainer: share of the time in which it works.
         generation: share in which environments do.
+        limit: what keeps sampling from keeping up, if it is known, and what helps then.
     """
     for_groups, for_trainer = 1 - trainer, 1 - generation
     if for_groups >= MUCH_WAITING and for_trainer >= MUCH_WAITING:
@@ -473,6 +503,8 @@ def who_waits(trainer: float, generation: float) -> tuple[str, str] | None:
             "give inference more: replicas of the server on more GPUs, a larger --gpu-memory-utilization, more "
             "--max-workers of the environment; or lower --max-tokens"
         )
+        if limit is not None:
+            text, hint = f"{text}; {limit[0]}", limit[1]
     elif for_trainer >= MUCH_WAITING and for_groups <= LITTLE_WAITING:
         text = (
             f"environments wait for the trainer {100 * for_trainer:.0f}% of the time: training is the slower side; "

@@ -92,9 +92,11 @@ MISALIGNED = {"alignment__diff_abs_mean": 0.3}
 TWO_SIDED = {**MISALIGNED, "alignment__diff_mean": 0.01}
 
 
-def busy(trainer: float, generation: float, *, step_s: float = 5.0) -> dict[str, float | None]:
-    """Shares of the time in which neither side waits for the other."""
-    return {"train__busy_fraction": trainer, "rollout__busy_fraction": generation, "train__step_time": step_s}
+def busy(trainer: float, generation: float, *, step_s: float = 5.0, **limits: float) -> dict[str, float | None]:
+    """Shares of the time in which neither side waits for the other, and how far environments sample ahead."""
+    shares = {"train__busy_fraction": trainer, "rollout__busy_fraction": generation, "train__step_time": step_s}
+    ahead = {"batches_ahead": 4.0, **limits} if limits else {}
+    return {**shares, **{f"rollout__{name}": value for name, value in ahead.items()}}
 
 
 DIFFICULTY = "--task.difficulty, where it has one"
@@ -126,6 +128,9 @@ DIFFICULTY = "--task.difficulty, where it has one"
         (0, busy(0.4, 0.95), "waiting-sides", "waits for groups 60% of the time: generation", ["--max-workers"]),
         (0, busy(0.95, 0.45), "waiting-sides", "wait for the trainer 55% of the time: tr", ["--compile-layers"]),
         (0, busy(0.5, 0.5), "waiting-sides", "take turns: it waits for groups 50%", ["--max-staleness"]),
+        (0, busy(0.4, 1.0, servers_full=1.0), "waiting-sides", "requests queue at the", ["--max-batch-size"]),
+        (0, busy(0.4, 1.0, workers_full=1.0), "waiting-sides", "every worker of the", ["--max-workers"]),
+        (0, busy(0.4, 1.0, batches_ahead=8.0), "waiting-sides", "8 batches ahead, as", ["--max-batches-offpolicy"]),
         (0, busy(0.4, 1.0), "waiting-sides", "balanced at 1 : 2.5 of", ["--max-workers"]),
         (0, busy(1.0, 0.5), "waiting-sides", "balanced at 2.0 : 1 of", ["--compile-layers"]),
     ],

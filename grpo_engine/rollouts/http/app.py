@@ -42,6 +42,7 @@ from grpo_engine.wire.rollouts import (
     EvaluationState,
     RegisterEnvironmentRequest,
     RegisterRequest,
+    SamplingLimit,
     ScoredGroup,
     Whole,
 )
@@ -76,6 +77,8 @@ class StatusRequest(EnvironmentId):
     wanted_items: Whole = Field(0, ge=0)
     """Items that it would start now."""
     groups_per_item: Whole = Field(1, ge=1, le=MAX_SEQUENCES)
+    limit: SamplingLimit | None = None
+    """What keeps it from sampling more, so that it is told how many batches it may sample ahead."""
 
 
 def make_app(config: ApiConfig, store: Store, reporter: Reporter | None = None) -> FastAPI:
@@ -163,6 +166,7 @@ def _add_trainer_routes(app: FastAPI, config: ApiConfig) -> None:
         more: dict[str, Any] = {"lease": delivery.lease.id, "environments": delivery.environments}
         more |= {"idle": delivery.idle.model_dump()} if delivery.idle else {}
         more |= {"num_dropped": delivery.num_dropped} if delivery.num_dropped else {}
+        more |= {"ahead": delivery.ahead.model_dump(mode="json")} if delivery.ahead else {}
         extra = json.dumps(more).encode()
         content = b'{"batch":[' + b",".join(delivery.bodies) + b"]," + extra[1:]
         answer = await bodies.json_answer(request, content)
@@ -225,6 +229,7 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
             known=known,
             says_idle="wait_s" in query.model_fields_set,
             demand=demand,
+            limit=query.limit,
         )
         if status is None:
             raise Refusal(404, f"environment {query.env_id} is not registered: POST /register-env", "unknown_id")

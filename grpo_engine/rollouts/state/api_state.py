@@ -40,15 +40,18 @@ from grpo_engine.rollouts.state.records import (
     RunRecord,
     Stored,
 )
+from grpo_engine.rollouts.state.sampling_ahead import Delivered, SamplingAhead
 from grpo_engine.rollouts.state.selection import Selection, short_of
 from grpo_engine.rollouts.state.slots import Claim, Demand, Slots, Traffic
 from grpo_engine.wire.rollouts import (
+    BatchesAhead,
     EnvironmentStatus,
     EvaluationAnswer,
     EvaluationOrder,
     EvaluationState,
     RegisterEnvironmentRequest,
     RegisterRequest,
+    SamplingLimit,
 )
 
 MIN_ENVIRONMENT_WEIGHT = 0.01
@@ -132,6 +135,12 @@ class ApiState:
             elif place != QUEUE:
                 self._leased[group.id] = group
         self._next_group = 1 + max((group.id for group, _ in stored.groups), default=-1)
+        self.ahead = SamplingAhead()
+        self._limits: dict[int, SamplingLimit] = {}
+        """By environments that follow it: what limits them."""
+        self._asked_since: float | None = None
+        """Since when the trainer has asked for a batch that there was not."""
+        self._delivered_at: float | None = None
         self.slots = Slots(e.id for e in stored.environments if e.takes_slots and e.is_connected)
 
     # --- trainer ---------------------------------------------------------------------------------------------------
@@ -142,6 +151,8 @@ class ApiState:
         self.selection.mark_formable()
         self.evaluation = None  # the trainer that ordered it is gone
         self.selection.newest_version = 0  # the trainer may have returned to an older checkpoint
+        self.ahead.interrupted()
+        self._asked_since = None
         if before is None:
             self.run = RunRecord(request=request, uuid=uuid, step=request.starting_step)
             return Registered(changes=f"first registration; {len(self.queue)} groups queued")
@@ -221,6 +232,7 @@ class ApiState:
         self.queue.take(group.id for group in stale)
         shares = _shares(self.live_environments(now))
         batch, unmet = self.selection.choose(self.queue, self.run, shares, now)
+        self._note_wait(batch, now)
         new = self._lease(batch, client=client, is_explicit=ack is not None, lease_id=lease_id, now=now)
         return Handout(
             lease=new,
@@ -231,7 +243,28 @@ class ApiState:
             num_never_used=sum(not group.uses for group in stale),
             unmet=tuple(self.environments[id_].name for id_ in unmet),
             has_started_now=has_started_now,
+            ahead=self.batches_ahead(now) if new is not None else None,
         )
+
+    def _note_wait(self, batch: Sequence[QueuedGroup], now: float) -> None:
+        """A batch is delivered, or there is none: how long the trainer has waited."""
+        assert self.run is not None
+        if not batch:
+            self._asked_since = now if self._asked_since is None else self._asked_since
+            return
+        size = self.run.request.batch_size
+        if self._delivered_at is not None:
+            num_unused = self.queue.unused_by_environment.total() - sum(x.num_sequences for x in batch if not x.uses)
+            self.ahead.delivered(
+                Delivered(
+                    interval_s=now - self._delivered_at,
+                    waited_s=0.0 if self._asked_since is None else now - max(self._asked_since, self._delivered_at),
+                    size=sum(group.num_bytes for group in batch) or size,
+                    num_left=num_unused // size,
+                    limit=self._sampling_limit(now),
+                )
+            )
+        self._asked_since, self._delivered_at = None, now
 
     def acknowledge(self, lease_id: str) -> Handout:
         """Finish a batch that arrived; an unknown one was acknowledged before. After the last step it ends the run."""
@@ -436,7 +469,29 @@ class ApiState:
             evaluation=self._order_for(asker),
             is_evaluation_to_come=(asker.evaluates and self._is_evaluation_to_come(now)) or None,
             needs_no_more=(asker.takes_slots and self.run is not None and self.run.is_over) or None,
+            ahead=self.batches_ahead(now) if env_id in self._limits else None,
         )
+
+    # --- batches ahead ---------------------------------------------------------------------------------------------
+
+    def report_limit(self, env_id: int, limit: SamplingLimit) -> None:
+        """An environment that follows the number of batches ahead says what keeps it from sampling more."""
+        if env_id in self.environments:
+            self._limits[env_id] = limit
+
+    def batches_ahead(self, now: float) -> BatchesAhead | None:
+        """How far environments may sample ahead; None where staleness has a bound, or none of them follows it."""
+        if self.selection.staleness_bound(self.run) is not None or not self._limits.keys() & self._alive(now).ids:
+            return None
+        return self.ahead.current(self._sampling_limit(now))
+
+    def _sampling_limit(self, now: float) -> SamplingLimit | None:
+        """What limits the live environments: the number itself, as long as it limits one of them."""
+        live = self._alive(now).ids
+        limits = [limit for env_id, limit in self._limits.items() if env_id in live]
+        if not limits or SamplingLimit.BATCHES_AHEAD in limits:
+            return limits[0] if limits and len(set(limits)) == 1 else SamplingLimit.BATCHES_AHEAD if limits else None
+        return SamplingLimit.SERVERS if SamplingLimit.SERVERS in limits else SamplingLimit.WORKERS
 
     # --- slots -----------------------------------------------------------------------------------------------------
 
@@ -497,6 +552,7 @@ class ApiState:
         self.run = replace(self.run, has_started=True)
         if self.evaluation is None or self.evaluation.order.id != order.id:
             self.evaluation = EvaluationRecord(order=order, ordered_at=now)
+            self.ahead.interrupted()
         return self.evaluation
 
     def answer_evaluation(self, answer: EvaluationAnswer, now: float) -> EvaluationRecord:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from grpo_engine.rollouts.state.batch_forming import QueuedGroup
 from grpo_engine.rollouts.state.records import Lease
+from grpo_engine.wire.rollouts import BatchesAhead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class Handout:
     """Environments whose guaranteed share is not in it, because they sent too few groups for `share_wait_s`."""
     is_repeated: bool = False
     has_started_now: bool = False
+    ahead: BatchesAhead | None = None
+    """With a new lease, how far environments may sample ahead from now on, where that is decided here."""
 
     @property
     def changed_anything(self) -> bool:

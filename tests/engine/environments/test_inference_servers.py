@@ -20,6 +20,7 @@ from grpo_engine.environments import peers
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.inference_servers import InferenceServers, Session
 from grpo_engine.environments.main import work
+from grpo_engine.environments.server_queues import ServerQueues
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
 
@@ -343,3 +344,38 @@ async def test_an_answer_whose_lists_do_not_fit_is_refused_also_where_completion
     async with clients_of([fake]) as servers:
         with pytest.raises(PeerError, match="answered 1 text to a request for 2 completions"):
             await servers.generate(request())
+
+
+@pytest.mark.parametrize(
+    ("answers", "are_full"),
+    [
+        ([("0", "0"), ("2", "1")], False),  # they may have arrived just now
+        ([("2", "1"), ("2", "1")], True),
+        ([("2", "0"), ("2", "0")], False),  # the other server has room
+        ([("2", "1"), ("2", "1"), ("2", "0")], False),
+        ([("2", None), ("2", None)], False),  # a server without vLLM's metrics
+    ],
+)
+async def test_servers_are_full_where_requests_queue_at_each_twice_in_a_row(
+    answers: list[tuple[str | None, str | None]], are_full: bool
+) -> None:
+    current: tuple[str | None, str | None] = answers[0]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        count = current[int(request.url.host[-1])]
+        if count is None:
+            return httpx.Response(404)
+        return httpx.Response(200, text=f'# HELP x y\nvllm:num_requests_waiting{{engine="0"}} {count}.0\nother 9\n')
+
+    async with contextlib.AsyncExitStack() as stack:
+        https = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url=f"http://server-{number}")
+            )
+            for number in range(2)
+        ]
+        queues = ServerQueues(https)
+        for each in answers:
+            current = each
+            await queues.ask()
+        assert queues.are_full is are_full

@@ -1,0 +1,65 @@
+"""Whether requests queue at the inference servers, by vLLM's metrics: more at a time would not be sampled sooner then.
+
+A server without these metrics (the torch engine, or another one) counts as one at which none queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+
+import httpx
+
+_QUEUED = re.compile(r"^vllm:num_requests_waiting(?:\{[^}]*\})?\s+(?P<count>\S+)", re.MULTILINE)
+_ASK_EVERY_S = 2.0
+_LIMIT_S = 5.0
+_NUM_IN_A_ROW = 2
+"""Answers by which requests queue: those that have just arrived wait for a decode step to end."""
+
+
+def num_queued(metrics: str) -> float | None:
+    """Requests that wait for a place in the batch or the KV cache, over all engines; None: the text does not say.
+
+    >>> num_queued('vllm:num_requests_waiting{engine="0"} 3.0')
+    3.0
+    """
+    counts = [float(found["count"]) for found in _QUEUED.finditer(metrics)]
+    return sum(counts) if counts else None
+
+
+class ServerQueues:
+    """Asks all servers again and again; `are_full` says what they answered last."""
+
+    def __init__(self, https: Sequence[httpx.AsyncClient]) -> None:
+        self._https = https
+        self._num_in_a_row = [0] * len(https)
+        self._without_metrics: set[int] = set()
+
+    @property
+    def are_full(self) -> bool:
+        """Whether requests queue at every server, and did at the answer before."""
+        return bool(self._num_in_a_row) and min(self._num_in_a_row) >= _NUM_IN_A_ROW
+
+    async def watch(self) -> None:
+        """Ask until it is cancelled, or no server has the metrics."""
+        while len(self._without_metrics) < len(self._https):
+            await self.ask()
+            await asyncio.sleep(_ASK_EVERY_S)
+
+    async def ask(self) -> None:
+        """Ask every server once."""
+        await asyncio.gather(*(self._ask(place) for place in range(len(self._https))))
+
+    async def _ask(self, place: int) -> None:
+        if place in self._without_metrics:
+            return
+        try:
+            answer = await self._https[place].get("/metrics", timeout=_LIMIT_S)
+        except httpx.TransportError:  # the environment's other requests say what is wrong
+            self._num_in_a_row[place] = 0
+            return
+        count = num_queued(answer.text) if answer.status_code == httpx.codes.OK else None
+        if count is None and answer.status_code < httpx.codes.INTERNAL_SERVER_ERROR:
+            self._without_metrics.add(place)
+        self._num_in_a_row[place] = self._num_in_a_row[place] + 1 if count else 0
