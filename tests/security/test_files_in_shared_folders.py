@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_engine.errors import CheckpointError, ConfigError
+from grpo_engine.bridges.memory.turn_lock import TurnLock
+from grpo_engine.errors import BridgeError, CheckpointError, ConfigError
 from grpo_engine.own_file import open_own_file
 from grpo_engine.train.checkpointing.checkpoints import locked
 from grpo_engine.wire.codec import write_atomically
@@ -66,6 +67,26 @@ def test_the_lock_of_checkpoints_writes_into_nothing_that_others_laid_in_its_pla
     with pytest.raises(CheckpointError, match="keeps a second trainer out"), locked(tmp_path / "checkpoints"):
         pass
     assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("laid", ["a link", "a hard link", "a pipe", "a file"])
+def test_no_step_waits_for_a_lock_of_turns_that_others_laid_in_its_place(laid: str, tmp_path: Path) -> None:
+    victim, lock = tmp_path / "victim", tmp_path / "turn.lock"
+    victim.touch()
+    match laid:
+        case "a link":
+            lock.symlink_to(victim)
+        case "a hard link":
+            lock.hardlink_to(victim)
+        case "a pipe":
+            os.mkfifo(lock)
+        case _ if os.geteuid() == 0:
+            lock.touch()
+            os.chown(lock, 65534, 65534)
+        case _:
+            pytest.skip("only root can make a file of another user")
+    with pytest.raises(BridgeError, match=r"turn\.lock: (cannot be opened|no file of this user alone)"):
+        TurnLock(tmp_path).take(is_stopping=lambda: True, when_held=lambda: None)
 
 
 def test_a_lock_of_checkpoints_that_others_could_open_is_closed_to_them(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,15 +34,22 @@ class TurnLock:
             when_held: called once if the lock is not free.
 
         Raises:
-            BridgeError: the file cannot be opened.
+            BridgeError: the file cannot be opened, or others could hold it.
         """
         if self._descriptor is not None:
             return True
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(self._path, flags, 0o600)
         except OSError as error:
             raise BridgeError(f"{self._path}: cannot be opened: {error.strerror}; choose another --handover") from None
+        if not _is_own(os.fstat(descriptor)):
+            os.close(descriptor)
+            raise BridgeError(
+                f"{self._path}: no file of this user alone, so that others could hold it for ever: remove it, or "
+                "choose a --handover in a folder of your own"
+            )
         has_waited = False
         while True:
             try:
@@ -64,3 +72,8 @@ class TurnLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether it is a file that this user made, with no other name; modes do not count, since some disks have none."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
