@@ -1,6 +1,6 @@
 """Loads models and tokenizers by name: hub id (`owner/name`), folder, or `local/…` (see `local.py`).
 
-Code that a model brings is never run, and nobody is asked whether to. Errors of the libraries become a `ModelError` and
+Code that a model brings is never run, and no question is asked. Errors of the libraries become a `ModelError` and
 its cause. Models on weights of another process are in `shared.py`.
 """
 

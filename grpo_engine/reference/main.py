@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 from functools import partial
-from types import FrameType
-
-import uvicorn
 
 from grpo_engine.models.loading import is_at_hand, modeling_module
 from grpo_engine.reference.app import create_app
 from grpo_engine.reference.config import ReferenceConfig
 from grpo_engine.reference.memory import report
 from grpo_engine.reference.scoring import FrozenModel
-from grpo_engine.serving.connections import LimitedProtocol
-from grpo_engine.serving.listening import ListeningServer, take_port
+from grpo_engine.serving.listening import plain_server, take_port
 from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import find_token
 
@@ -50,31 +45,12 @@ def run(config: ReferenceConfig) -> int:
         token=None if config.allow_without_token else find_token(os.environ),
         fail=fail,
     )
-    server = ListeningServer(
-        uvicorn.Config(
-            app,
-            host=config.host,
-            port=config.port,
-            log_level=config.log_level,
-            access_log=config.log_level == "debug",
-            lifespan="off",
-            http=LimitedProtocol,
-            timeout_graceful_shutdown=1,
-        ),
-        listener,
-    )
-    # uvicorn raises the signal again after its shutdown, for its caller; here the process exits anyway.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _ignore)
-    server.run()
-    return 1 if failures or not server.started else 0
+    server = plain_server(app, listener, log_level=config.log_level)
+    was_up = server.run_until_signal()
+    return 1 if failures or not was_up else 0
 
 
 def prepare(config: ReferenceConfig) -> None:
     """Import what the model needs; touch no GPU."""
     if is_at_hand(config.model_name) and (module := modeling_module(config.model_name)) is not None:
         importlib.import_module(module)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    return None

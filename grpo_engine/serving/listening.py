@@ -6,13 +6,17 @@ Between the two, which may be minutes of imports, no other process can take it, 
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 from collections.abc import MutableMapping
+from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.processes import raise_descriptor_limit
+from grpo_engine.serving.connections import LimitedProtocol
 from grpo_engine.wire.environment_variables import LISTENER_VARIABLE
 from grpo_engine.wire.tcp_sockets import listening_sockets, who_has
 
@@ -69,6 +73,14 @@ class ListeningServer(uvicorn.Server):
         raise_descriptor_limit()
         super().run(sockets=[self._listener])
 
+    def run_until_signal(self) -> bool:
+        """Serve until SIGTERM or SIGINT; whether it was ever up."""
+        # uvicorn raises the signal again after its shutdown, for its caller; here the process exits anyway.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _ignore)
+        self.run()
+        return bool(self.started)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and log the address, which uvicorn does not do for a socket that it was given."""
         _allow_reuse(self._listener, True)  # for the process that has the port after this one
@@ -84,3 +96,23 @@ class ListeningServer(uvicorn.Server):
         """Refuse new connections, also where a fork server has the socket open, and answer those that are there."""
         refuse_connections(self._listener)
         await super().shutdown(sockets)
+
+
+def plain_server(application: Any, listener: socket.socket, *, log_level: str) -> ListeningServer:
+    """A server for an application without a lifespan, on a socket of `take_port`."""
+    host, port = listener.getsockname()[:2]
+    config = uvicorn.Config(
+        application,
+        host=host,
+        port=port,
+        log_level=log_level,
+        access_log=log_level == "debug",
+        lifespan="off",
+        http=LimitedProtocol,
+        timeout_graceful_shutdown=1,
+    )
+    return ListeningServer(config, listener)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """A handler that does nothing."""

@@ -121,7 +121,7 @@ def test_what_an_answer_changes_in_the_process_is_gone_before_the_next(evaluatin
     assert not succeeds(evaluating, "False")
     assert succeeds(evaluating, "[0 for __builtins__['bool'] in [lambda _: 1.0]]")
     assert not succeeds(evaluating, "False")
-    # Scores of answers that nobody has asked for yet.
+    # Scores of answers that were not requested yet.
     ahead = (
         "for number in range(3, 20):\\n try: os.write(number, b's' + bytes(6) + bytes([240, 63]))\\n except OSError: 0"
     )

@@ -83,7 +83,7 @@ def _export(
     memory = {}
     for key, names in fused.items():
         tensor = torch.cat([own[name][0] for name in names])
-        if "embed_tokens" in key or "lm_head" in key:  # rows of padding, which nobody may train
+        if "embed_tokens" in key or "lm_head" in key:  # rows of padding, which must not be trained
             rows = -(-len(parameters[key]) // PADDED_TO) * PADDED_TO // num_parts
             tensor = torch.cat(
                 [tensor, torch.full((rows - len(tensor), tensor.shape[1]), torch.nan, dtype=tensor.dtype)]

@@ -204,7 +204,7 @@ class ParameterStore:
             server.client.close()
 
     def _is_in_folder(self) -> bool:
-        """Whether versions are on the disk of the folder, where nobody else removes them."""
+        """Whether versions are on the disk of the folder, where no other program removes them."""
         return self._newest is not None and self._newest.checkpoint.path.is_relative_to(self._folder.resolve())
 
     def _bring_up(self, server: Server) -> None:

@@ -193,7 +193,11 @@ class ItemSource:
             try:
                 self._curriculum.restore(saved.curriculum)
             except (ValueError, TypeError, LookupError, OverflowError) as error:
-                log.warning("state_file: %s: the curriculum starts anew: its state is damaged: %r", self._path, error)
+                log.warning(
+                    "state_file: %s: the curriculum starts from its beginning: its state is damaged: %r",
+                    self._path,
+                    error,
+                )
         if saved.num_starts:
             seen = f"after {self._num_drawn} items" if self._num_drawn else "at the first item"
             log.info("state_file: resumed %s, with rates of %d%s", seen, len(self._rates), _after(self.progress()))

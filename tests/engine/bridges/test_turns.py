@@ -61,7 +61,7 @@ def test_requests_wait_while_the_server_sleeps_and_its_health_stays_green(server
         health = client.get("/health")
         assert (health.status_code, health.json()["engine"]) == (200, "asleep")
         assert health.json()["detail"] == f"asleep while process {os.getpid()} computes a step; requests wait"
-        refused = client.post("/bridge/resume")  # nobody else may have it sample from weights that are not there
+        refused = client.post("/bridge/resume")  # no other client may have it sample from weights that are not there
         assert refused.status_code == 409
         assert not waiting.done()
         update = bridge.publish(2, shift(model, 2))

@@ -1,1 +1,1 @@
-"""Scoring of text that nobody has checked, in a process from which nothing can be reached."""
+"""Scoring of unchecked text, in a process from which nothing can be reached."""

@@ -98,7 +98,7 @@ class ConfinedScorers:
         """
         with self._lock:
             self._prepare(setting)
-            if self._worker is None or _is_readable(self._worker):  # it ended, or wrote what nobody asked for
+            if self._worker is None or _is_readable(self._worker):  # it ended, or wrote without a request
                 self._fork()
             try:
                 is_changed, score = self._ask(pickle.dumps((setting, (text, *arguments))))

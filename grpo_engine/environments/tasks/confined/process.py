@@ -122,7 +122,7 @@ def _work(descriptor: int, control: socket.socket, scorers: dict[str, Scorer], *
             was_evaluated = False
             try:
                 answer = SCORED + SCORE.pack(float(scorers[setting](*arguments)))
-            # A scorer raises what its library raises on texts of which nobody thought.
+            # A scorer raises what its library raises on texts that it does not expect.
             except Exception:
                 answer = RAISED
             os.write(descriptor, answer)
