@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import httpx
 
-_QUEUED = re.compile(r"^vllm:num_requests_waiting(?:\{[^}]*\})?\s+(?P<count>\S+)", re.MULTILINE)
+from grpo_engine.errors import GrpoError
+
+_QUEUED = re.compile(r"^vllm:num_requests_waiting(?:\{[^}\n]*\})?[ \t]+(?P<count>[0-9.e+]{1,30})", re.MULTILINE)
 _ASK_EVERY_S = 2.0
 _LIMIT_S = 5.0
 _NUM_IN_A_ROW = 2
@@ -24,7 +26,10 @@ def num_queued(metrics: str) -> float | None:
     >>> num_queued('vllm:num_requests_waiting{engine="0"} 3.0')
     3.0
     """
-    counts = [float(found["count"]) for found in _QUEUED.finditer(metrics)]
+    try:
+        counts = [float(found["count"]) for found in _QUEUED.finditer(metrics)]
+    except ValueError:
+        return None
     return sum(counts) if counts else None
 
 
@@ -57,6 +62,10 @@ class ServerQueues:
         try:
             answer = await self._https[place].get("/metrics", timeout=_LIMIT_S)
         except httpx.TransportError:  # the environment's other requests say what is wrong
+            self._num_in_a_row[place] = 0
+            return
+        except (httpx.HTTPError, GrpoError):  # e.g. an answer without an end: no metrics of vLLM's
+            self._without_metrics.add(place)
             self._num_in_a_row[place] = 0
             return
         count = num_queued(answer.text) if answer.status_code == httpx.codes.OK else None

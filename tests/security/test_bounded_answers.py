@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -18,8 +19,10 @@ import pytest
 from grpo_engine.bridges.transport.server_client import ServerClient, _detail
 from grpo_engine.data import source
 from grpo_engine.data.source import RolloutApiSource
+from grpo_engine.environments import server_queues
 from grpo_engine.environments.atropos.observers import Api, Servers
 from grpo_engine.environments.clients import RolloutApi
+from grpo_engine.environments.server_queues import ServerQueues
 from grpo_engine.environments.tasks import hub
 from grpo_engine.errors import PeerError
 from grpo_engine.wire import bounded_answers
@@ -214,3 +217,26 @@ async def test_informational_answers_without_end_are_cut_off(is_async: bool) -> 
         await answered([early] * 1000, is_async=is_async)
     whole = OK + b"Content-Length: 2\r\n\r\nok"
     assert await answered([early, early, whole], is_async=is_async) == b"ok"
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        b"vllm:num_requests_waiting many",
+        b"vllm:num_requests_waiting 1e+e1",
+        b"vllm:num_requests_waiting{\n" * 100_000,
+        b" " * (MAX_ANSWER_BYTES + 1),
+    ],
+    ids=["no number", "no number of digits", "open braces", "longer than any answer"],
+)
+async def test_no_metrics_of_a_server_end_or_hang_an_environment(
+    metrics: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_queues, "_ASK_EVERY_S", 0.0)
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=metrics))
+    began = time.monotonic()
+    async with open_async_client(None, transport=transport, base_url="http://127.0.0.1:1") as asking:
+        queues = ServerQueues([asking])
+        await queues.watch()  # ends, since no server has the metrics
+    assert not queues.are_full
+    assert time.monotonic() - began < 20
