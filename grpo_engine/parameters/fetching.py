@@ -14,7 +14,7 @@ import httpx
 from pydantic import ValidationError
 
 from grpo_engine.bridges.transport.parameter_store import ParameterStore
-from grpo_engine.errors import BridgeError, GrpoError, PeerUnavailable
+from grpo_engine.errors import BridgeError, PeerUnavailable
 from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.bounded_answers import allowing
 from grpo_engine.wire.parameters import FILE_ROUTE, STATE_ROUTE, BeginRequest, ParametersState
@@ -23,9 +23,10 @@ from grpo_engine.wire.token_clients import open_client
 
 LOOK_EVERY_S = 0.2
 _WITHIN_S = 60.0
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 """A file of a checkpoint: never hidden, never in another folder."""
 _MOST_FILES = 10_000
+_MOST_BYTES = 1 << 50
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Fetcher:
             try:
                 self.look()
                 said = ""
-            except (httpx.HTTPError, GrpoError, OSError) as error:
+            except Exception as error:  # also what a source answers that nobody thought of: the next one may be right
                 if str(error) != said:
                     log.warning("%s: %s; trying again", self._source, error)
                 said = str(error)
@@ -83,10 +84,13 @@ class Fetcher:
         bad = next((name for name in names if _NAME.fullmatch(name) is None), None)
         if bad is not None or len(names) > _MOST_FILES:
             raise BridgeError(f"{self._source}: a version of {len(names)} files, of which {bad!r} is no file name")
+        num_bytes = sum(state.files.values())
+        if min(state.files.values(), default=0) < 0 or num_bytes > _MOST_BYTES:
+            raise BridgeError(f"{self._source}: a version of {num_bytes:,} bytes, which no machine has in memory")
         request = BeginRequest(
             policy_version=state.policy_version,
             model=state.model,
-            most_bytes=2 * sum(state.files.values()),
+            most_bytes=2 * num_bytes,
             pull_every=state.pull_every,
         )
         folder = self._store.begin(request)

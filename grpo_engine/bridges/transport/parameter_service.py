@@ -5,6 +5,9 @@ The store is a service of its own (`grpo-engine parameters`), or, without one, i
 
 from __future__ import annotations
 
+import os
+import re
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +30,8 @@ from grpo_engine.wire.parameters import (
 
 _POLL_S = 0.02
 KEPT = "kept-parameters"
+_VERSION = re.compile(r"version-[0-9]{6,}\+*")
+"""Name of the folder that a service makes for a version."""
 
 
 class Store(Protocol):
@@ -79,8 +84,19 @@ class RemoteStore:
         ]
 
     def begin(self, request: BeginRequest) -> Path:
-        """A folder of the first service."""
-        return Path(self._clients[0].ask("POST", BEGIN_ROUTE, request, BeginAnswer).path)
+        """A folder of the first service.
+
+        Raises:
+            BridgeError: it names one that it has not made for this version.
+        """
+        path = Path(self._clients[0].ask("POST", BEGIN_ROUTE, request, BeginAnswer).path)
+        if not _is_made_for_a_version(path):
+            raise BridgeError(
+                f"{self._clients[0].url}: names {str(path)!r} to write version {request.policy_version} into, which is "
+                "no new folder of this user: start the parameter service as the user, and on the machine, of the "
+                "trainer"
+            )
+        return path
 
     def commit(self, policy_version: int) -> ParametersState:
         """Have the first service hand it out."""
@@ -95,6 +111,18 @@ class RemoteStore:
         """The services keep the newest version, for servers that start."""
         for client in self._clients:
             client.close()
+
+
+def _is_made_for_a_version(path: Path) -> bool:
+    """Whether it is an empty folder of this user, so that nothing that a trainer writes there replaces a file."""
+    try:
+        folder, parent = path.lstat(), path.parent.lstat()
+        is_empty = stat.S_ISDIR(folder.st_mode) and not any(path.iterdir())
+    except (OSError, ValueError):  # ValueError: a NUL character
+        return False
+    is_real = path.is_absolute() and os.path.realpath(path) == str(path)
+    is_own = {folder.st_uid, parent.st_uid} == {os.geteuid()}
+    return is_empty and is_real and is_own and _VERSION.fullmatch(path.name) is not None
 
 
 class ParameterServiceBridge:

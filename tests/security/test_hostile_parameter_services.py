@@ -1,0 +1,109 @@
+"""A parameter service that a trainer, or the service of another machine, was given and that is somebody else's."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from grpo_engine.bridges.protocol import BridgeContext
+from grpo_engine.bridges.transport import parameter_service
+from grpo_engine.bridges.transport.parameter_service import RemoteStore
+from grpo_engine.bridges.transport.parameter_store import ParameterStore
+from grpo_engine.errors import BridgeError
+from grpo_engine.parameters import fetching
+from grpo_engine.parameters.fetching import Fetcher
+from grpo_engine.wire.parameters import BeginRequest
+
+NOBODY = 65534
+STATE = {"instance": "a", "number": 1, "model": "m", "files": {"model.safetensors": 1}}
+REQUEST = BeginRequest(policy_version=1, model="m", most_bytes=0, pull_every=1)
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], Path]:
+    """What a trainer takes of a folder that the service names."""
+
+    class Client:
+        def __init__(self, url: str, **_: Any) -> None:
+            self.url = url
+
+        def ask(self, *_: object) -> object:
+            return SimpleNamespace(path=str(folder))
+
+    folder: object = None
+    monkeypatch.setattr(parameter_service, "ServerClient", Client)
+    context = SimpleNamespace(patience_s=0.0, is_stopping=lambda: False, parameter_urls=["http://there:8100"])
+
+    def begin(path: object) -> Path:
+        nonlocal folder
+        folder = path
+        return RemoteStore(cast(BridgeContext, context)).begin(REQUEST)
+
+    return begin
+
+
+def test_a_trainer_writes_only_into_a_new_folder_whatever_a_parameter_service_names(
+    named: Callable[[object], Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "version-000001"  # e.g. the base model, whose files a trainer would replace
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    empty, link = tmp_path / "version-000002", tmp_path / "version-000003"
+    empty.mkdir()
+    link.symlink_to(empty)
+    (tmp_path / "settings").mkdir()
+    wrong = [model, link, tmp_path / "settings", tmp_path / "version-000004", "version-000002", "/", "a\0b"]
+    if os.geteuid() == 0:
+        wrong.append(tmp_path / "version-000005")
+        (tmp_path / "version-000005").mkdir()
+        os.chown(tmp_path / "version-000005", NOBODY, NOBODY)
+    for path in (*wrong, f"{tmp_path}/settings/../version-000002"):
+        with pytest.raises(BridgeError, match="which is no new folder of this user"):
+            named(path)
+    assert named(empty) == empty
+
+
+def test_a_trainer_takes_the_folder_that_a_parameter_service_has_made(
+    named: Callable[[object], Path], tmp_path: Path
+) -> None:
+    with closing(ParameterStore(tmp_path / "handover", [], storage=tmp_path)) as store:
+        for _ in range(2):  # the second time beside the first version, `version-000001+`
+            path = store.begin(REQUEST)
+            assert named(path) == path
+            store.commit(1)
+
+
+@pytest.mark.parametrize("changes", [
+    {"files": {"a": 2**62, "b": 2**62}}, {"files": {"a": -1}}, {"files": {"a" * 70_000: 1}}, {"pull_every": 0},
+])  # fmt: skip
+def test_no_answer_of_a_source_ends_the_thread_that_fetches_versions(
+    changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "LOOK_EVERY_S", 0.01)
+    asked = 0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal asked
+        asked += 1
+        return httpx.Response(200, content=json.dumps({**STATE, **changes}))
+
+    http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://there")
+    with closing(ParameterStore(tmp_path / "handover", [], storage=tmp_path)) as store:
+        fetcher = Fetcher("http://there", store, http)
+        fetcher.start()
+        try:
+            deadline = time.monotonic() + 5
+            while asked < 3 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert asked >= 3
+        finally:
+            fetcher.close()
