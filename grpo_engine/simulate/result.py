@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from grpo_engine.retrying import never
 from grpo_engine.simulate.figures import Figures
 from grpo_engine.simulate.layout import Layout
 from grpo_engine.simulate.recording import Recording
@@ -51,13 +52,13 @@ class Result:
         return 1 - self.generation_busy
 
 
-def run(layout: Layout, figures: Figures) -> Result:
+def run(layout: Layout, figures: Figures, *, is_late: Callable[[], bool] = never) -> Result:
     """Simulate.
 
     Raises:
-        NoBatch: no batch can form.
+        NoBatch, TooLong: as `simulate`.
     """
-    return summed_up(layout, simulate(layout, figures))
+    return summed_up(layout, simulate(layout, figures, is_late=is_late))
 
 
 def summed_up(layout: Layout, steps: Sequence[Step]) -> Result:
@@ -78,11 +79,16 @@ def summed_up(layout: Layout, steps: Sequence[Step]) -> Result:
     )
 
 
-def calibrated(recording: Recording, layout: Layout, figures: Figures) -> Figures:
+def calibrated(
+    recording: Recording, layout: Layout, figures: Figures, *, is_late: Callable[[], bool] = never
+) -> Figures:
     """The figures with a server as fast as it must have been, since no run records it by itself.
 
     The run is simulated as it was recorded. Where environments waited for the trainer, the time in which they had
     something to do must come out; where they never did, the throughput.
+
+    Raises:
+        NoBatch, TooLong: as `simulate`.
     """
     goes_by_busy = recording.generation_busy is not None and recording.generation_busy < 1 - _CLOSE
     goal_s = recording.generation_s if goes_by_busy else recording.interval_s
@@ -91,7 +97,7 @@ def calibrated(recording: Recording, layout: Layout, figures: Figures) -> Figure
     for _ in range(_ROUNDS):  # bisection: while training is the slower side, a step says nothing of how far to go
         factor = math.sqrt(slow * fast)
         figures = replace(figures, server=server.scaled(factor))
-        result = run(layout, figures)
+        result = run(layout, figures, is_late=is_late)
         came_to_s = result.interval_s * (result.generation_busy if goes_by_busy else 1.0)
         if abs(came_to_s / goal_s - 1) < _CLOSE:
             break

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from grpo_engine.errors import GrpoError
+from grpo_engine.retrying import never
 from grpo_engine.rollouts.state.api_state import ApiState
 from grpo_engine.rollouts.state.records import Lease, Stored
 from grpo_engine.simulate.clock import Clock
@@ -55,13 +56,21 @@ class NoBatch(GrpoError):
     """The simulated run stands still: the rules let no batch form."""
 
 
-def simulate(layout: Layout, figures: Figures) -> list[Step]:
+class TooLong(GrpoError):
+    """A simulated run has not come to its end in the time for it."""
+
+
+def simulate(layout: Layout, figures: Figures, *, is_late: Callable[[], bool] = never) -> list[Step]:
     """The steps of one run, without those at its start.
+
+    Args:
+        is_late: whether the time for it has passed.
 
     Raises:
         NoBatch: no batch can form.
+        TooLong: it was late before the last step.
     """
-    return _Run(layout, figures).steps()[layout.num_warmup :]
+    return _Run(layout, figures).steps(is_late)[layout.num_warmup :]
 
 
 class _Run:
@@ -96,9 +105,15 @@ class _Run:
         """Since when the trainer waits for a batch."""
         self._num_dropped = 0
 
-    def steps(self) -> list[Step]:
+    def steps(self, is_late: Callable[[], bool]) -> list[Step]:
         """Run to the last step."""
         layout = self._layout
+
+        def is_over() -> bool:
+            if is_late():
+                raise TooLong(f"{len(self._steps)} of {layout.num_steps + layout.num_warmup} steps were simulated")
+            return len(self._steps) >= layout.num_steps + layout.num_warmup
+
         self._state.register(
             RegisterRequest(
                 wandb_group="",
@@ -115,7 +130,7 @@ class _Run:
         )
         self._ask_for_batch()
         self._environments.start()
-        if not self._clock.run_until(lambda: len(self._steps) >= layout.num_steps + layout.num_warmup):
+        if not self._clock.run_until(is_over):
             problem = self._state.why_no_batch(self._clock.now) or "environments may start no more groups"
             raise NoBatch(
                 f"step {len(self._steps) + 1} gets no batch: {problem}: raise max_staleness, or lower batch_size"

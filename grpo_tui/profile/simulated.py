@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -23,11 +24,14 @@ from grpo_engine.simulate.figures import (
 from grpo_engine.simulate.layout import Layout
 from grpo_engine.simulate.recording import figures_of, read_recording
 from grpo_engine.simulate.result import calibrated
+from grpo_engine.simulate.stack import TooLong
 from grpo_tui.profile.loading import LoadedProfile
 from grpo_tui.run_files.resolved import read_resolved
 
 MOST_RECORDED = 1 << 20
 """Sequences, servers, environments … of a recorded run: with more a simulation of it has no end."""
+FITTED_WITHIN_S = 120.0
+"""Longest time for the simulations by which the speed of recorded servers is found; for usual runs it is seconds."""
 ASSUMED_LENGTH_SHARE = 0.4
 """Of `max_tokens`, that a completion has on average where nothing was recorded. An assumption, no measurement."""
 
@@ -117,7 +121,7 @@ def recorded_figures(run_folder: Path) -> Figures:
     """Figures of a run, with its server speed fitted to it.
 
     Raises:
-        ConfigError: it is no run, is too short, or has no lengths.
+        ConfigError: it is no run, is too short, has no lengths, or takes too long to simulate.
         NoBatch: its settings let no batch form in a simulation.
     """
     recording = read_recording(run_folder)
@@ -127,7 +131,14 @@ def recorded_figures(run_folder: Path) -> Figures:
     if not 0 < shape.max_running <= MOST_RECORDED:
         raise ConfigError(f"{run_folder}: its settings are those of no run: max_batch_size {shape.max_running}")
     figures = figures_of(recording, shape, num_ranks=layout.num_ranks, batch_size=layout.batch_size)
-    return calibrated(recording, layout, figures)
+    until = time.monotonic() + FITTED_WITHIN_S
+    try:
+        return calibrated(recording, layout, figures, is_late=lambda: time.monotonic() > until)
+    except TooLong as error:
+        raise ConfigError(
+            f"{run_folder}: its servers cannot be fitted within {FITTED_WITHIN_S:g} s ({error}): name the folder of a "
+            "run with fewer sequences a step, or give --server-speed and the others instead of --from"
+        ) from None
 
 
 def _recorded_services(run_folder: Path) -> Mapping[str, Mapping[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from grpo_engine.config import read_table
 from grpo_engine.errors import ConfigError
 from grpo_engine.simulate.recording import figures_of, read_recording
+from grpo_tui.profile import simulated
 from grpo_tui.profile.simulated import recorded_figures, shape_of
 from grpo_tui.run_files.resolved import read_resolved
 from grpo_tui.sweeps.asked import Asked, points
@@ -84,6 +86,21 @@ def test_times_that_are_none_of_steps_are_refused_by_simulate(time_step: float, 
 def test_settings_of_no_run_are_refused_by_simulate(services: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         recorded_figures(recorded(tmp_path, services))
+
+
+@pytest.mark.parametrize("changes", [
+    {"trainer": {"batch_size": 1 << 18}, "env": {"group_size": 1}}, {"trainer": {"max_staleness": 1 << 20}},
+])  # fmt: skip
+def test_settings_that_take_endless_to_simulate_are_refused_in_time(
+    changes: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated, "FITTED_WITHIN_S", 0.3)
+    services = {name: {**service, **changes.get(name, {})} for name, service in SERVICES.items()}
+    folder = recorded(tmp_path, services)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="its servers cannot be fitted within"):
+        recorded_figures(folder)
+    assert time.monotonic() - began < 10
 
 
 def test_a_pipe_in_place_of_recorded_metrics_is_not_waited_for(tmp_path: Path) -> None:
