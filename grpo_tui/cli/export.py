@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -82,7 +83,7 @@ def export_command(
             versions=installed_versions(),
         )
         card = Path(temporary) / "README.md"
-        card.write_text(model_card(facts), encoding="utf-8")
+        card.write_text(_card(found, facts), encoding="utf-8")
         config = ExportConfig(
             checkpoint=checkpoint, folder=folder.absolute(), merge_lora=merge_lora, card=card, device=device
         )
@@ -125,6 +126,14 @@ def _resolved(run: Run) -> dict[str, object]:
     except ValueError as error:
         write_line(f"{run.id}: {error}; the model card has no settings", to_stderr=True)
         return {}
+
+
+def _card(run: Run, facts: CardFacts) -> str:
+    try:
+        return model_card(facts)
+    except (LookupError, ValueError, TypeError, AttributeError, OverflowError) as error:  # no profile has such settings
+        write_line(f"{run.id}: its settings are damaged: {error!r}; the model card has none", to_stderr=True)
+        return model_card(replace(facts, resolved={}))
 
 
 def _origin(run: Run) -> str:

@@ -379,7 +379,7 @@ class Launch:
     kind: str
     replica_of: str | None = None
     """The service of the profile that it is another replica of, with the settings of that one."""
-    argv: tuple[str, ...]
+    argv: Annotated[tuple[str, ...], Field(min_length=1)]
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables besides the supervisor's own environment."""
     env_in_temporary: Mapping[str, str] = field(default_factory=dict)

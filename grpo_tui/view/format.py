@@ -14,6 +14,8 @@ BYTE_UNITS = ("B", "K", "M", "G", "T", "P")
 MINUTE_S = 60
 HOUR_S = 3600
 DAY_S = 86400
+MOST_S = 9999 * DAY_S
+"""Longest duration that is shown; the plan of a run from elsewhere may say infinity."""
 
 
 def bytes_text(num_bytes: int | None) -> str:
@@ -34,7 +36,7 @@ def duration_text(seconds: float | None) -> str:
     """At most six characters: `–`, `0.4s`, `12s`, `3m05s`, `1h02m`, `2d03h`."""
     if seconds is None:
         return UNKNOWN
-    seconds = max(0.0, seconds)
+    seconds = _bounded(seconds)
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
@@ -49,7 +51,14 @@ def duration_text(seconds: float | None) -> str:
 
 def clock_text(seconds: float | None) -> str:
     """A duration that ticks once a second and no faster: `–`, `4s`, `3m05s`."""
-    return UNKNOWN if seconds is None else duration_text(seconds) if seconds >= 9.95 else f"{max(0, int(seconds))}s"
+    if seconds is None:
+        return UNKNOWN
+    return duration_text(seconds) if seconds >= 9.95 else f"{int(_bounded(seconds))}s"
+
+
+def _bounded(seconds: float) -> float:
+    """From 0 to `MOST_S`; 0 where it is no number."""
+    return min(max(0.0, seconds), MOST_S)
 
 
 def age_text(seconds: float | None) -> str:

@@ -68,7 +68,8 @@ def memory_plan(document: Mapping[str, Any]) -> MemoryPlan:
         share, size_gb = _share(settings), settings.get("gpu_memory_gb")
         size_bytes = round(size_gb * 1e9) if isinstance(size_gb, int | float) and 0 < size_gb < MOST_GB else None
         if share is not None or size_bytes is not None:
-            gpus = tuple(each for each in settings.get("gpus") or () if isinstance(each, int))
+            named = settings.get("gpus")
+            gpus = tuple(each for each in named if isinstance(each, int)) if isinstance(named, list | tuple) else ()
             shares[name] = PlannedShare(share=share, gpus=gpus, memory_bytes=size_bytes)
         if (remedy := _remedy(settings)) is not None:
             remedies[name] = remedy
@@ -111,7 +112,8 @@ def _share(settings: Mapping[str, Any]) -> float | None:
 def _remedy(settings: Mapping[str, Any]) -> str | None:
     """What to lower, with what it is now."""
     if settings.get("kind") == INFERENCE_KIND and settings.get("engine") == "vllm":
-        if (cache := settings.get("kv_cache_memory_bytes")) is not None:
+        cache = settings.get("kv_cache_memory_bytes")
+        if isinstance(cache, int) and 0 < cache < MOST_GB * 1e9:
             return f"--kv-cache-memory-bytes (now {bytes_text(cache)})"
         return f"--gpu-memory-utilization (now {settings.get('gpu_memory_utilization')})"
     if settings.get("kind") != TRAINER_KIND:

@@ -64,7 +64,7 @@ def _elapsed(awaited: Awaited) -> list[str | tuple[str, str]]:
     if awaited.probe is None:
         return [(f"for {elapsed}", ".muted")]
     limit_s = awaited.probe.within_s
-    filled = min(BAR_WIDTH, int(BAR_WIDTH * awaited.waited_s / limit_s))
+    filled = int(BAR_WIDTH * awaited.waited_s / limit_s) if awaited.waited_s < limit_s else BAR_WIDTH
     longer = "" if awaited.probe.stalled_s is None else ", longer while it makes progress"
     return [
         ("█" * filled, ".busy"),

@@ -1,0 +1,75 @@
+"""Figures that no plan or profile has, in a run folder from elsewhere, end neither a screen nor an export."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from screen_fakes import NOW, run_status, service
+from usual_plan import four_launches, write_plan
+
+from grpo_engine.errors import PeerError
+from grpo_engine.wire.run_folder import PLAN_FILE
+from grpo_engine.wire.supervisor import RunState
+from grpo_tui.cli.export import _card
+from grpo_tui.client.local import Run
+from grpo_tui.profile.plan_file import Plan
+from grpo_tui.services.base import Probe
+from grpo_tui.ui.pages import service_page
+from grpo_tui.ui.widgets.main.start_panel import rows_wanted
+from grpo_tui.view.gpus.rules import memory_plan
+from grpo_tui.view.model_card import CardFacts
+from grpo_tui.view.service_details import ServiceHistory
+from grpo_tui.view.state import LaunchesRead, ViewState, reduce
+
+STARTING = service("vllm", state="starting", started_at=NOW - 72, ready_at=None)
+RUN = Run(folder=Path("/runs/sent"), has_daemon=False, has_services=False)
+FAR = (math.inf, math.nan, 1e308, -math.inf, 1e-320)
+
+
+@pytest.mark.parametrize("seconds", FAR)
+def test_limits_that_no_plan_has_end_neither_the_page_of_a_service_nor_that_of_a_start(seconds: float) -> None:
+    limits = {"within_s": seconds, "interval_s": seconds, "stalled_s": seconds}
+    probe = Probe(tcp="127.0.0.1:1").model_copy(update=limits)
+    launches = {each.name: each for each in four_launches()}
+    launches["vllm"] = replace(launches["vllm"], ready=probe, restart_window_s=seconds, stop_grace_s=seconds)
+    status = run_status(state=RunState.STARTING, services=[STARTING])
+    state = reduce(replace(ViewState(run_folder=RUN.folder, now=NOW), status=status), LaunchesRead(launches=launches))
+    assert rows_wanted(state, 80) > 0
+    page = service_page(STARTING, launches["vllm"], ServiceHistory(), state, 80).plain
+    assert "SIGKILL after" in page
+
+
+def test_a_plan_of_a_service_without_a_command_is_damaged(tmp_path: Path) -> None:
+    write_plan(tmp_path)
+    plan = json.loads((tmp_path / PLAN_FILE).read_text())
+    plan["launches"][0]["argv"] = []
+    (tmp_path / PLAN_FILE).write_text(json.dumps(plan))
+    with pytest.raises(PeerError, match="damaged"):
+        Plan.of(tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, pytest.param(10**400, id="long"), "abc", 5, [1], {"a": 1}, True])
+def test_settings_that_no_profile_has_end_neither_the_page_of_gpus_nor_an_export(value: object) -> None:
+    names = (
+        "gpus",
+        "gpu_memory_gb",
+        "gpu_memory_share",
+        "gpu_memory_utilization",
+        "batch_size",
+        "lr",
+        "bridge",
+        "kind",
+    )
+    for name in names:
+        trainer = {"kind": "trainer", "batch_size": 8, "environment": {"task": "sort"}, name: value}
+        for resolved in ({"services": {"trainer": trainer}}, {"services": {"trainer": trainer}, name: value}):
+            memory_plan(resolved)
+            facts = CardFacts(
+                name="m", run="r", resolved=resolved, lines=[], step=1, is_adapter=False, has_chat_template=False,
+                versions={},
+            )  # fmt: skip
+            assert "## Training" in _card(RUN, facts)
