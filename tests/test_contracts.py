@@ -37,6 +37,7 @@ def test_files_and_variables_that_people_and_scripts_use_keep_their_names() -> N
                 "handover.json",
                 "sender.json",
                 "checkpoints",
+                ".checkpoints.lock",
                 ".spec.json",
             ),
             *(

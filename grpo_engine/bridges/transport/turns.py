@@ -214,7 +214,7 @@ class TurnsBridge:
                 f"{answer.checksum}, not {checksum.value()}): restart the server; if it happens again, please report it"
             )
         self._num_updates += 1
-        self._is_awake = True
+        self._is_awake, self._tried_at = True, -_TRY_EVERY_S  # only a failure is tried again later
         self._phases.enter(EngineState.AWAKE)
         return Update(
             pause_s=time.perf_counter() - began,
