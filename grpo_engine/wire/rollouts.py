@@ -167,7 +167,7 @@ class SamplingLimit(StrEnum):
 class BatchesAhead(Message):
     """How far environments may sample ahead, where that follows what the trainer needs."""
 
-    batches: int
+    batches: Whole
     why: str = ""
     """It was changed to that, for people."""
     limit: SamplingLimit | None = None
@@ -177,18 +177,18 @@ class BatchesAhead(Message):
 class EnvironmentStatus(Message):
     """Answer of `GET /status-env`; all counts are groups of the asking environment's size."""
 
-    current_step: int
-    queue_size: int
+    current_step: Whole
+    queue_size: Whole
     unallocated_fraction: float
-    self_queue_size: int
-    max_group_size: int
-    env_weight: float
+    self_queue_size: Whole
+    max_group_size: Whole
+    env_weight: FiniteFloat
     evaluation: EvaluationOrder | None = None
     """The order that the environment has yet to answer; this key and the next are only sent to environments that
     evaluate."""
     is_evaluation_to_come: bool | None = None
     """True once the trainer has its last batch and its last evaluation is not over."""
-    may_start: int | None = None
+    may_start: Whole | None = None
     """Groups that it may start now, beyond those that it said it samples; absent: staleness has no bound, or it did not
     ask."""
     needs_no_more: bool | None = None
@@ -253,5 +253,5 @@ class BatchResponse(Message):
     """Absent for a batch that is offered again, and from a stock API."""
     ahead: BatchesAhead | None = None
     """When it was delivered; absent where no environment follows it, and for a batch that is offered again."""
-    num_dropped: int = 0
+    num_dropped: Whole = 0
     """Groups that were dropped since the batch before, because they were older than max_staleness."""

@@ -80,7 +80,7 @@ def folder_of_policy(run: Run, policy: str | None) -> Path:
     from grpo_engine.wire.run_folder import POLICIES, policy_folder
 
     folder = policy_folder(run.folder, policy)
-    if policy is not None and not folder.is_dir():
+    if policy is not None and not _is_policy(run, policy):
         names = sorted(path.name for path in (run.folder / POLICIES).glob("*"))
         there = ", ".join(names) if names else "one without a name alone"
         from grpo_engine.config import did_you_mean  # here: status and up import no settings
@@ -89,6 +89,18 @@ def folder_of_policy(run: Run, policy: str | None) -> Path:
             f"--policy {policy}: {run.id} has no such policy{did_you_mean(policy, names)}; it has {there}"
         )
     return folder
+
+
+def _is_policy(run: Run, policy: str) -> bool:
+    """Whether a run has such a folder; in one that is not this user's alone it must be no link."""
+    from grpo_engine.wire.run_folder import POLICIES
+    from grpo_tui.paths import is_own
+
+    policies = run.folder / POLICIES
+    folder = policies / policy
+    if policy in ("", ".", "..") or folder.parent != policies or not folder.is_dir():
+        return False
+    return is_own(run.folder.stat()) or not (policies.is_symlink() or folder.is_symlink())
 
 
 def note_unsupervised(run: Run) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import json
+import math
 import os
 import socket
 import sys
@@ -22,11 +24,13 @@ from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.environments import server_queues
 from grpo_engine.environments.atropos.observers import Api, Servers
 from grpo_engine.environments.clients import RolloutApi
+from grpo_engine.environments.peers import read
 from grpo_engine.environments.server_queues import ServerQueues
 from grpo_engine.environments.tasks import hub
 from grpo_engine.errors import PeerError
 from grpo_engine.wire import bounded_answers
 from grpo_engine.wire.bounded_answers import LEAST_BYTES_PER_S, MAX_ANSWER_BYTES, AnswerTooLong, allowing
+from grpo_engine.wire.rollouts import EnvironmentStatus
 from grpo_engine.wire.token_clients import open_async_client, open_client
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -240,3 +244,24 @@ async def test_no_metrics_of_a_server_end_or_hang_an_environment(
         await queues.watch()  # ends, since no server has the metrics
     assert not queues.are_full
     assert time.monotonic() - began < 20
+
+
+LONG = "1" + "0" * 400
+
+
+@pytest.mark.parametrize("more", [f'"num_dropped": {LONG}', f'"ahead": {{"batches": {LONG}}}'])
+def test_counts_that_no_rollout_api_sends_are_no_batch(more: str) -> None:
+    answer = f'{{"batch": [{{"tokens": [[1]], "masks": [[1]], "scores": [0]}}], {more}}}'
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=answer))
+    with RolloutApiSource("http://127.0.0.1:1", transport=transport) as batches:
+        with pytest.raises(PeerError, match="not a batch"):
+            batches.poll()
+        assert batches.time_metrics() == {}
+
+
+@pytest.mark.parametrize("field", ["queue_size", "env_weight", "may_start", "current_step"])
+def test_counts_that_no_rollout_api_sends_are_no_status(field: str) -> None:
+    known = {"current_step": 0, "queue_size": 0, "unallocated_fraction": 1, "self_queue_size": 0, "max_group_size": 1}
+    answer = json.dumps({**known, "env_weight": 1.0, field: -math.inf if field == "env_weight" else 10**400})
+    with pytest.raises(PeerError, match=field):
+        read(EnvironmentStatus, httpx.Response(200, content=answer, request=httpx.Request("GET", "http://there")))

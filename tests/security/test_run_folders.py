@@ -18,7 +18,7 @@ from recorded_runs import RECORDED, unpacked
 from terminal import Terminal
 from workplace import IDLE, Workplace, service
 
-from grpo_engine.errors import CheckpointError, GrpoError, PeerError
+from grpo_engine.errors import CheckpointError, ConfigError, GrpoError, PeerError
 from grpo_engine.export.config import ExportConfig
 from grpo_engine.export.main import run
 from grpo_engine.ranks.launching import launch_ranks
@@ -34,10 +34,11 @@ from grpo_engine.wire.run_folder import (
 )
 from grpo_engine.wire.supervisor import ServiceStatus, read_from_daemon
 from grpo_engine.wire.tcp_sockets import connected_stranger, own_listening_ports
+from grpo_tui.cli.arguments import folder_of_policy
 from grpo_tui.cli.export import _pin, _run_engine
 from grpo_tui.cli.follow import logs_command
 from grpo_tui.client.api import look_at, run_status
-from grpo_tui.client.local import runs_and_left_out
+from grpo_tui.client.local import Run, runs_and_left_out
 from grpo_tui.run_files.log_file import last_lines
 from grpo_tui.run_files.metrics import MetricsChunk, MetricsTail, newest_lines
 from grpo_tui.run_files.opening import open_file
@@ -167,6 +168,23 @@ def test_links_are_read_through_only_in_a_folder_that_nobody_else_may_write_to(
     folder.chmod(0o700)
     assert (shown.read().lines, shown.read().lines) == (("secret",), ())
     assert "secret" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("link", ["policies", "policies/wolves"])
+def test_a_policy_is_no_folder_elsewhere(tmp_path: Path, link: str) -> None:
+    folder = tmp_path / "logs" / "sent"
+    mine = tmp_path / "mine"
+    (mine / "wolves").mkdir(parents=True)
+    (folder / link).parent.mkdir(parents=True)
+    (folder / link).symlink_to(mine if link == "policies" else mine / "wolves")
+    sent = Run(folder=folder, has_daemon=False, has_services=False)
+    assert folder_of_policy(sent, "wolves") == folder / "policies" / "wolves"
+    for path in ("..", "../..", "../../../mine", str(mine), ".", ""):
+        with pytest.raises(ConfigError, match="has no such policy"):
+            folder_of_policy(sent, path)
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="has no such policy"):
+        folder_of_policy(sent, "wolves")
 
 
 def test_a_file_that_became_a_pipe_after_the_run_was_found_hangs_no_reader(tmp_path: Path) -> None:
