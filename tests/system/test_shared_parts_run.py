@@ -84,7 +84,6 @@ def services(place: Workplace, run: str) -> dict[str, dict[str, Any]]:
 
 
 def test_a_killed_rank_and_a_killed_server_cost_nothing_but_time(place: Workplace) -> None:
-    before = segments_now()
     place.profile(PROFILE.format(api=free_port(), vllm=free_port(), steps=STEPS))
     run = place.succeed("up", "--profile", "p", "--detach", "--wait", "ready", limit_s=LIMIT_S).strip()
     folder = place.folder / "logs" / run
@@ -101,4 +100,4 @@ def test_a_killed_rank_and_a_killed_server_cost_nothing_but_time(place: Workplac
     after = services(place, run)
     assert [after[name]["restarts"] for name in ("trainer", "vllm")] == [1, 1]
     place.grpo("down", run)
-    assert segments_now() <= before
+    assert not [name for name in segments_now() if run in name]  # others are of tests beside this one

@@ -123,7 +123,7 @@ FURTHER = pytest.mark.extended(
         pytest.param("sort6", 70, (0.58, 0.70), {"lr": 4e-4}, marks=FURTHER),
         pytest.param("copy6", 45, (0.30, 0.50), {"lr": 1e-3}, marks=FURTHER),
         pytest.param(
-            *("copy6", 45, (0.30, 0.50)),
+            *("copy6", 60, (0.30, 0.50)),  # after 45 the reward still rises: from 0.71 to 0.96, by the CPU's kernels
             {"lr": 1e-3, "dtype": "bfloat16", "master_weights": "stochastic_rounding"},
             marks=FURTHER,
         ),
