@@ -64,7 +64,7 @@ class Fetcher:
             try:
                 self.look()
                 said = ""
-            except Exception as error:  # also what a source answers that nobody thought of: the next one may be right
+            except Exception as error:  # whatever a source answers: its next answer may be right
                 if str(error) != said:
                     log.warning("%s: %s; trying again", self._source, error)
                 said = str(error)

@@ -47,7 +47,7 @@ class TurnLock:
         if not _is_own(os.fstat(descriptor)):
             os.close(descriptor)
             raise BridgeError(
-                f"{self._path}: no file of this user alone, so that others could hold it for ever: remove it, or "
+                f"{self._path}: no file of this user alone, so that others could hold it without limit: remove it, or "
                 "choose a --handover in a folder of your own"
             )
         has_waited = False

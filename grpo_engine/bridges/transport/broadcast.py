@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Update
 from grpo_engine.bridges.transport.sender_file import announce_sender
-from grpo_engine.bridges.transport.servers import Server, Servers
+from grpo_engine.bridges.transport.servers import Server, Servers, require_same_model
 from grpo_engine.errors import BridgeError, PeerError
 from grpo_engine.wire.inference import (
     BridgeInfo,
@@ -144,18 +144,12 @@ class BroadcastBridge:
         self._meetings.cleanup()
 
     def _check_server(self, server: Server, info: BridgeInfo) -> None:
-        from grpo_engine.models.same_model import is_same_model
-
         if not info.receives_weights:
             raise BridgeError(
                 f"{server.url}: does not receive weights: start it with --receives-weights (in a profile: bridge.mode "
                 'is "broadcast" for all services)'
             )
-        if not is_same_model(self._context.model_name, info.model_name):
-            raise BridgeError(
-                f"{server.url}: serves {info.model_name}, but {self._context.model_name} is trained: give both the "
-                "same model"
-            )
+        require_same_model(server.url, info.model_name, self._context.model_name)
         if self._dtype not in ("", info.dtype):
             raise BridgeError(
                 f"{server.url}: serves {info.dtype}, and another server {self._dtype}: give all one dtype"

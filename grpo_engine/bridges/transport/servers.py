@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from grpo_engine.bridges.protocol import BridgeContext
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.bridges.transport.server_control import is_listening
-from grpo_engine.errors import PeerUnavailable
+from grpo_engine.errors import BridgeError, PeerUnavailable
 from grpo_engine.wire.inference import BridgeInfo
 
 _AWAY_AFTER_S = 3.0
@@ -204,3 +204,15 @@ def _answer_now(server: Server) -> BridgeInfo | None:
         return server.client.info(patience_s=0.0, within_s=_LOOK_WITHIN_S)
     except PeerUnavailable:
         return None
+
+
+def require_same_model(url: str, served: str, trained: str) -> None:
+    """Refuse a server that would be sent the weights of another model than it serves.
+
+    Raises:
+        BridgeError: the models differ.
+    """
+    from grpo_engine.models.same_model import is_same_model
+
+    if not is_same_model(trained, served):
+        raise BridgeError(f"{url}: serves {served}, but {trained} is trained: give both the same model")

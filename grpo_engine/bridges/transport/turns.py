@@ -23,7 +23,7 @@ from grpo_engine.bridges.transport.broadcast import StreamedPlacement
 from grpo_engine.bridges.transport.in_process import EngineState, PhaseClock, SleepMeter
 from grpo_engine.bridges.transport.sender_file import announce_sender
 from grpo_engine.bridges.transport.server_control import is_listening
-from grpo_engine.bridges.transport.servers import Servers
+from grpo_engine.bridges.transport.servers import Servers, require_same_model
 from grpo_engine.errors import BridgeError, GrpoError, PeerError, PeerUnavailable
 from grpo_engine.wire.inference import BridgeInfo, SleepAnswer
 from grpo_engine.wire.run_folder import HANDOVER_FOLDER, HANDOVER_SENDER
@@ -245,18 +245,12 @@ class TurnsBridge:
         raise BridgeError(f"{self._server.url}: {answer.problem}")
 
     def _check_server(self, info: BridgeInfo) -> None:
-        from grpo_engine.models.same_model import is_same_model
-
         if not info.can_sleep:
             raise BridgeError(
                 f"{self._server.url}: cannot sleep: start it with --enable-sleep-mode (in a profile: bridge.mode is "
                 '"turns" for all services)'
             )
-        if not is_same_model(self._context.model_name, info.model_name):
-            raise BridgeError(
-                f"{self._server.url}: serves {info.model_name}, but {self._context.model_name} is trained: give both "
-                "the same model"
-            )
+        require_same_model(self._server.url, info.model_name, self._context.model_name)
 
     def _advice(self, port: int) -> str:
         return (
