@@ -148,9 +148,13 @@ def test_a_command_on_the_newest_of_several_runs_names_it(
         for born_at, name in enumerate(("older", "newer")):
             folder = make_run(tmp_path / "logs", name, float(born_at))
             marks = {RUN_VARIABLE: name, RUN_FOLDER_VARIABLE: str(folder)}
-            waits = [sys.executable, "-I", "-S", "-c", "input()"]
-            keeper = keepers.enter_context(subprocess.Popen(waits, stdin=subprocess.PIPE, env={**os.environ, **marks}))
+            waits = [sys.executable, "-I", "-S", "-c", "print('started', flush=True); input()"]
+            keeper = keepers.enter_context(
+                subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **marks})
+            )
             keepers.callback(keeper.kill)
+            assert keeper.stdout is not None
+            keeper.stdout.readline()  # in the middle of its exec a process has no environment, hence no marker yet
             make_keeper(folder, "a", is_alive=True, pid=keeper.pid)
         assert run_to_act_on(None).id == "newer"
         assert capsys.readouterr().err == "using newer, the newest live run; others: older\n"
