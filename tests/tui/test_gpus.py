@@ -300,11 +300,14 @@ async def test_processes_are_listed_by_service_and_attempt_and_foreign_ones_by_u
 
 async def test_a_process_of_another_run_is_known_by_its_marker_and_its_secrets_are_masked() -> None:
     marked = {**os.environ, "GRPO_TUI_RUN": "other-run-1", "GRPO_TUI_SERVICE": "vllm"}
-    waiting = "import sys; sys.stdin.read()"
+    waiting = "import sys; print('started', flush=True); sys.stdin.read()"
+    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", waiting, "--api-key", "sk-12345678", stdin=asyncio.subprocess.PIPE, env=marked
+        sys.executable, "-c", waiting, "--api-key", "sk-12345678", env=marked, **pipes
     )
     try:
+        assert child.stdout is not None
+        await child.stdout.readline()  # in the middle of its exec a process has neither environment nor command line
         nvml = FakeNvml(compute=[(child.pid, 10 * GB)])
         [gpu] = (await GpuReader(lambda: nvml).sample({})).gpus
         [process] = gpu.processes
