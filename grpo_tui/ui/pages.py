@@ -209,7 +209,8 @@ def _attempt_rows(attempt: Attempt, now: float, width: int) -> list[Content]:
     if attempt.ended_at is None:
         return _hanging(start, f"running for {lasted}", width)
     code = "exit code unknown" if attempt.exit_code is None else f"exit code {attempt.exit_code}"
-    return _hanging(start, f"ran for {lasted}, {code}{f': {attempt.why}' if attempt.why else ''}", width)
+    why = f": {attempt.why}" if attempt.why and attempt.why != code else ""
+    return _hanging(start, f"ran for {lasted}, {code}{why}", width)
 
 
 def _fact_rows(name: str, fact: str, width: int) -> list[Content]:

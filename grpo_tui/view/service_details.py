@@ -80,9 +80,10 @@ def read_history(run_folder: Path, service: str, until: float | None = None) -> 
             earlier += attempts.values()
             attempts = {}
         known = attempts.get(status.attempt)
-        if status.attempt and known is None:
+        is_waiting = status.state is ServiceState.WAITING
+        if status.attempt and known is None and (status.pid is not None or not is_waiting):
             known = attempts[status.attempt] = Attempt(number=status.attempt, started_at=status.started_at or time)
-        is_held = status.state is ServiceState.WAITING and status.pid is not None
+        is_held = is_waiting and status.pid is not None
         if known is not None and known.ended_at is None and status.state in ENDED_STATES and not is_held:
             ended = replace(known, ended_at=time, exit_code=status.exit_code, why=reason(status))
             attempts[status.attempt] = ended

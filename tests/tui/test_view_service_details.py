@@ -36,6 +36,19 @@ def test_attempts_have_their_exit_codes_and_equal_answers_in_a_row_are_one(tmp_p
     assert read_history(tmp_path, "vllm", until=15.0).attempts == (Attempt(number=1, started_at=10.0),)
 
 
+def test_an_attempt_that_prepares_before_its_turn_has_not_ended(tmp_path: Path) -> None:
+    """Its number is known a moment before its process is, while the service still waits."""
+    numbered = service("vllm", state="waiting", attempt=1, pid=None, started_at=None, health=None)
+    preparing = service("vllm", state="waiting", attempt=1, pid=7, started_at=10.5, health=None)
+    ended = service("vllm", state="finished", attempt=1, pid=None, started_at=10.5, exit_code=0, why="exit code 0")
+    events = [changed(1, 10.0, numbered), changed(2, 11.0, preparing), changed(3, 40.0, ended)]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(map(to_line, events)))
+    assert read_history(tmp_path, "vllm", until=10.0).attempts == ()
+    assert read_history(tmp_path, "vllm", until=11.0).attempts == (Attempt(number=1, started_at=10.5),)
+    [attempt] = read_history(tmp_path, "vllm").attempts
+    assert (attempt.started_at, attempt.ended_at, attempt.exit_code) == (10.5, 40.0, 0)
+
+
 def test_attempts_of_a_resumed_run_follow_those_of_its_earlier_life(tmp_path: Path) -> None:
     waiting = service("vllm", state="waiting", attempt=0, pid=None, started_at=None, health=None)
     events = [
