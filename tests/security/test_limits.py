@@ -232,7 +232,7 @@ def test_unfinished_bodies_do_not_add_up_in_the_memory_of_the_rollout_api(tmp_pa
             assert other.post("/register-env", json=ENVIRONMENT).status_code == 200
 
 
-async def test_long_bodies_are_unpacked_and_parsed_two_at_a_time_and_a_short_one_does_not_wait(
+async def test_long_bodies_are_unpacked_and_parsed_one_at_a_time_and_a_short_one_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rollout_bodies, "_LONG_FROM_BYTES", 1000)
@@ -257,7 +257,7 @@ async def test_long_bodies_are_unpacked_and_parsed_two_at_a_time_and_a_short_one
         return PlainTextResponse(await rollout_bodies.parsed(request, parse, max_bytes=MIB))
 
     routes = FastAPI(routes=[Route("/", parsed, methods=["POST"])])
-    rollout_bodies.limit_long_bodies(routes, num_at_once=2)
+    rollout_bodies.take_long_bodies_in_turn(routes)
     zipped = {"Content-Encoding": "gzip"}
     async with client_of(routes) as client, asyncio.timeout(20):
         bodies_sent = [gzip.compress(b"a" * 5000)] * 3 + [b"a" * 5000] * 3
@@ -265,14 +265,14 @@ async def test_long_bodies_are_unpacked_and_parsed_two_at_a_time_and_a_short_one
             asyncio.create_task(client.post("/", content=each, headers=zipped if len(each) < 1000 else {}))
             for each in bodies_sent
         ]
-        await until(lambda: unpacked == 6 and running >= 2)
+        await until(lambda: unpacked == 6 and running >= 1)
         for short in (b"a", gzip.compress(b"a" * 900)):
             headers = zipped if len(short) > 1 else {}
             assert (await client.post("/", content=short, headers=headers)).text == "short"
-        assert running == 2
+        assert running == 1
         may_end.set()
         assert [(await post).text for post in posts] == ["5000"] * 6
-    assert most == 2
+    assert most == 1
 
 
 # --- connections -----------------------------------------------------------------------------------------------------

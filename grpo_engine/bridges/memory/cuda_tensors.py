@@ -11,7 +11,7 @@ import base64
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from grpo_engine.bridges.memory.shared_tensors import dtype_from_text
+from grpo_engine.bridges.memory.shared_tensors import LAYOUT_ERRORS, dtype_from_text, layout_fault
 from grpo_engine.errors import BridgeError
 from grpo_engine.wire.bridge_file import CudaHandle, SharedTensor
 
@@ -107,10 +107,13 @@ def _mapped(name: str, entry: SharedTensor, handle: CudaHandle, device_index: in
             base64.b64decode(handle.event_handle_b64),
             handle.event_sync_required,
         )
-    except RuntimeError as error:
+    except LAYOUT_ERRORS as error:
         raise BridgeError(f"{name}: CUDA cannot map it: {error}; is the inference server still running?") from None
     empty = torch.empty(0, dtype=dtype_from_text(entry.dtype), device=f"cuda:{device_index}")
-    return empty.set_(storage, handle.tensor_storage_offset, entry.shape, entry.stride)
+    try:
+        return empty.set_(storage, handle.tensor_storage_offset, entry.shape, entry.stride)
+    except LAYOUT_ERRORS as error:
+        raise BridgeError(f"{name}: {layout_fault(entry, error)}") from None
 
 
 def _text(raw: bytes) -> str:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 SEGMENT_PREFIX = "grpo-"
 """Prefix of all our segments; nothing else below /dev/shm is ever removed."""
+LAYOUT_ERRORS = (RuntimeError, ValueError, TypeError, OverflowError)
+"""Raised by torch for shapes, strides and offsets that no tensor has, or that reach beyond the memory."""
 _ALIGNMENT_BYTES = 64
 """A cache line, which vectorised kernels are fastest on."""
 
@@ -55,7 +57,7 @@ def map_tensors(manifest: Mapping[str, SharedTensor]) -> dict[str, torch.Tensor]
     """Map the tensors of a manifest; writing into them writes into every process that maps them.
 
     Raises:
-        BridgeError: a segment is missing or too short, or a tensor is not in POSIX shared memory.
+        BridgeError: a segment is missing or too short, or a tensor is not in POSIX shared memory, or has no layout.
     """
     memories: dict[str, mmap.mmap] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -99,10 +101,19 @@ def _view(memory: mmap.mmap, entry: SharedTensor) -> torch.Tensor:
         count *= size
     if handle.offset_bytes + count * dtype.itemsize > len(memory):
         raise BridgeError(f"{handle.segment}: too short: {len(memory)} bytes do not hold the tensor at its end")
-    if count == 0:
-        return torch.empty(entry.shape, dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=handle.offset_bytes)
-    return flat.as_strided(entry.shape, entry.stride)
+    try:
+        if count == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=handle.offset_bytes)
+        return flat.as_strided(entry.shape, entry.stride)
+    except LAYOUT_ERRORS as error:
+        raise BridgeError(f"{handle.segment}: {layout_fault(entry, error)}") from None
+
+
+def layout_fault(entry: SharedTensor, error: Exception) -> str:
+    """What torch cannot make of the numbers of a bridge file."""
+    reason = str(error).partition("\n")[0]
+    return f"no tensor has shape {entry.shape} and stride {entry.stride} there ({reason}): restart the inference server"
 
 
 def dtype_from_text(text: str) -> torch.dtype:

@@ -93,7 +93,7 @@ def make_app(config: ApiConfig, store: Store, reporter: Reporter | None = None) 
         await coordinator.close_store()
 
     app = FastAPI(title="Rollout API", lifespan=lifespan, responses=bodies.REFUSALS)
-    bodies.limit_long_bodies(app, num_at_once=BODIES_AT_ONCE)
+    bodies.take_long_bodies_in_turn(app)
     app.add_middleware(BodyLimits, longest_bytes=config.max_body_bytes, num_at_once=BODIES_AT_ONCE)
     app.add_middleware(
         AccessControl, host=config.host, token=config.token, needs_token=lambda path: path not in OPEN_PATHS

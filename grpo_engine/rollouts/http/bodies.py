@@ -64,7 +64,7 @@ async def message(request: Request, kind: type[MessageT], *, max_bytes: int) -> 
 
 
 async def parsed(request: Request, parse: Callable[[bytes], ResultT], *, max_bytes: int) -> ResultT:
-    """Read, decompress and parse the request's body; of the long ones as many at a time as `limit_long_bodies` says.
+    """Read, decompress and parse the request's body; long ones one at a time.
 
     Raises:
         Refusal: 413 when it is longer than `max_bytes`, 400 or 415 when it cannot be decompressed; those of `parse`.
@@ -79,16 +79,17 @@ async def parsed(request: Request, parse: Callable[[bytes], ResultT], *, max_byt
                 raise
         else:
             return await run_sized(len(content), lambda: parse(content))
-    async with request.app.state.long_bodies:
+    async with request.app.state.long_body:
         return await asyncio.to_thread(lambda: parse(decompressed(packed, encoding, max_bytes=max_bytes)))
 
 
-def limit_long_bodies(app: FastAPI, *, num_at_once: int) -> None:
-    """Set how many long bodies an app decompresses and parses at a time: each may take gigabytes while it does.
+def take_long_bodies_in_turn(app: FastAPI) -> None:
+    """Have an app decompress and parse one long body at a time: each may take gigabytes while it does.
 
-    A few kilobytes of gzip become the longest body, which a list of small numbers multiplies by four.
+    A few kilobytes of gzip become the longest body, which a list of small numbers multiplies by four. To parse one
+    holds the GIL for seconds; of two, both would take it before the event loop has it again.
     """
-    app.state.long_bodies = asyncio.Semaphore(num_at_once)
+    app.state.long_body = asyncio.Lock()
 
 
 async def _received(request: Request, max_bytes: int) -> bytes:
