@@ -190,6 +190,11 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def resident_bytes() -> int:
+    """Main memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def raise_descriptor_limit() -> None:
     """Allow this process as many descriptors as it may allow itself."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

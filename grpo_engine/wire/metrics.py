@@ -38,6 +38,10 @@ PHASE_METRICS = ("time/sampling", "time/training", "time/syncing")
 """Where sampling and training take turns (bridge modes colocate and turns): seconds in each phase since the weight
 update before. With turns, sampling lasts from the update to the complete batch."""
 
+PHASE_MEMORY_METRICS = ("memory/sampling_gb", "memory/training_gb", "memory/syncing_gb")
+"""There as well: memory in use at the end of each phase, in 10⁹ bytes: of rank 0's GPU, by all processes; on a CPU the
+resident memory of rank 0."""
+
 SLEEP_METRICS = ("sync/sleep_time", "sync/freed_gb")
 """There as well: seconds in which inference freed its memory before the step, and on a GPU how much of it, in 10⁹
 bytes."""

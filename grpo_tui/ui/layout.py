@@ -31,6 +31,8 @@ class Wanted:
     start_rows: int = 0
     """What a starting run waits for."""
     gpu_rows: int
+    phase_rows: int = 0
+    """Above the metrics, of a trainer that takes turns."""
     num_primary_metrics: int
     num_metrics: int
     warning_rows: int
@@ -74,8 +76,8 @@ def arrange(width: int, height: int, wanted: Wanted) -> Layout:
     warnings = min(max(1, wanted.num_warnings), max(1, rows // 3))
     rows -= warnings
 
-    primary = 1 + -(-wanted.num_primary_metrics // metrics_columns)
-    everything = 1 + -(-wanted.num_metrics // metrics_columns)
+    primary = 1 + wanted.phase_rows + -(-wanted.num_primary_metrics // metrics_columns)
+    everything = 1 + wanted.phase_rows + -(-wanted.num_metrics // metrics_columns)
     metrics = max(0, min(primary, rows))
     rows -= metrics
     if rows > 0 and warnings < wanted.warning_rows:

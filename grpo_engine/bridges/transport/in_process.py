@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from grpo_engine.bridges.engine import InProcessEngine, Layer
 from grpo_engine.bridges.protocol import BridgeModel, Placement, Update
 from grpo_engine.errors import BridgeError
-from grpo_engine.wire.metrics import PHASE_METRICS, SLEEP_METRICS
+from grpo_engine.processes import resident_bytes
+from grpo_engine.wire.metrics import PHASE_MEMORY_METRICS, PHASE_METRICS, SLEEP_METRICS
 
 if TYPE_CHECKING:
     from grpo_engine.ranks.group import RankGroup
@@ -39,16 +40,24 @@ class EngineState(StrEnum):
 
 PHASES = dict(zip(EngineState, PHASE_METRICS, strict=True))
 """Metric of the seconds that are spent in each state."""
+PHASE_MEMORY = dict(zip(EngineState, PHASE_MEMORY_METRICS, strict=True))
+"""Metric of the memory in use at the end of each state."""
 
 
 class PhaseClock:
-    """Seconds that an engine spends in each state."""
+    """Seconds that an engine spends in each state, and the memory in use at its end."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._state: EngineState | None = None
         self._since = clock()
         self._seconds = dict.fromkeys(EngineState, 0.0)
+        self._memory_gb: dict[EngineState, float] = {}
+
+    def ending(self) -> None:
+        """Note the memory in use: what comes next frees or allocates some, for another state."""
+        if self._state is not None:
+            self._memory_gb[self._state] = _used_bytes() / 1e9
 
     def enter(self, state: EngineState | None) -> None:
         """It is in this state from now on; None: in none yet."""
@@ -58,11 +67,12 @@ class PhaseClock:
         self._state, self._since = state, now
 
     def take(self) -> dict[str, float]:
-        """Seconds in each state since the last call, by the names of `metrics.jsonl`."""
+        """Seconds and memory of each state since the last call, by the names of `metrics.jsonl`."""
         self.enter(self._state)
-        taken = {PHASES[state]: seconds for state, seconds in self._seconds.items()}
-        self._seconds = dict.fromkeys(EngineState, 0.0)
-        return taken
+        times = {PHASES[state]: seconds for state, seconds in self._seconds.items()}
+        memory = {PHASE_MEMORY[state]: used for state, used in self._memory_gb.items()}
+        self._seconds, self._memory_gb = dict.fromkeys(EngineState, 0.0), {}
+        return {**times, **memory}
 
 
 class SleepMeter:
@@ -88,10 +98,22 @@ class SleepMeter:
 
 def _free_bytes() -> int | None:
     """Free memory of this process's GPU; None where it uses none yet."""
+    free_and_total = _gpu_memory()
+    return free_and_total[0] if free_and_total else None
+
+
+def _used_bytes() -> int:
+    """Memory in use on this process's GPU; where it uses none, the process's own."""
+    free_and_total = _gpu_memory()
+    return free_and_total[1] - free_and_total[0] if free_and_total else resident_bytes()
+
+
+def _gpu_memory() -> tuple[int, int] | None:
+    """(free, total) bytes of this process's GPU; None where it uses none yet."""
     import torch
 
     is_used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.cuda.mem_get_info()[0] if is_used else None
+    return torch.cuda.mem_get_info() if is_used else None
 
 
 class StatefulEngine:
@@ -123,6 +145,7 @@ class StatefulEngine:
     def sleep(self, *, keeps_weights: bool) -> None:
         """Give its memory to the trainer."""
         self._require(EngineState.AWAKE, "sleep")
+        self._phases.ending()
         self._engine.sleep(keeps_weights=keeps_weights)
         if not keeps_weights:
             self._missing = set(self._engine.parameter_names())
@@ -131,6 +154,7 @@ class StatefulEngine:
     def wake_weights(self) -> None:
         """Take its memory for weights back."""
         self._require(EngineState.ASLEEP, "wake_weights")
+        self._phases.ending()
         self._engine.wake_weights()
         self._enter(EngineState.WEIGHTS)
 
@@ -150,6 +174,7 @@ class StatefulEngine:
                 f"the engine in this process has no values for {len(self._missing)} of its weights ({some} …), so it "
                 "would sample garbage: the trained model lacks them; please report this model"
             )
+        self._phases.ending()
         self._engine.wake_cache()
         self.policy_version = policy_version
         self._enter(EngineState.AWAKE)
@@ -159,7 +184,7 @@ class StatefulEngine:
         self._require(EngineState.AWAKE, "sample")
 
     def take_phase_times(self) -> dict[str, float]:
-        """Seconds in each state since the last call, by the names of `metrics.jsonl`."""
+        """Seconds and memory of each state since the last call, by the names of `metrics.jsonl`."""
         return self._phases.take()
 
     def _enter(self, state: EngineState) -> None:

@@ -128,6 +128,7 @@ class TurnsBridge:
 
         if not self._turn.take(is_stopping=self._context.is_stopping, when_held=log_waiting):
             raise PeerUnavailable("not waiting for the inference server to load, since training is stopping")
+        self._phases.ending()
         with self._meter.measuring():
             self._put_to_sleep()
         self._phases.enter(EngineState.ASLEEP)
@@ -181,6 +182,7 @@ class TurnsBridge:
         from grpo_engine.bridges.transport.weight_group import Checksum
 
         assert self._staging is not None
+        self._phases.ending()
         self._free_unused()
         self._turn.give_back()
         began = time.perf_counter()
@@ -204,6 +206,7 @@ class TurnsBridge:
             for failure in failures:
                 raise failure
             filler.end()
+            self._phases.ending()
             answer = client.woken(self._version, with_checksum=checksum is not None)
             self._done(answer)
         finally:

@@ -17,7 +17,7 @@ import torch
 
 from grpo_engine.aliases import run_colocated_grpo
 from grpo_engine.bridges.engine import Layer
-from grpo_engine.bridges.transport.in_process import PHASES, EngineState, StatefulEngine
+from grpo_engine.bridges.transport.in_process import PHASE_MEMORY, PHASES, EngineState, StatefulEngine
 from grpo_engine.colocate.config import TrainerConfig
 from grpo_engine.colocate.main import engine_of, run
 from grpo_engine.colocate.rounds import RoundInference, shares
@@ -82,7 +82,12 @@ def test_an_engine_samples_again_only_when_it_was_woken_in_order_with_all_weight
     engine.load({"b": torch.zeros(1)})
     engine.wake_cache(1)
     assert (engine.state, engine.policy_version) == (EngineState.AWAKE, 1)
-    assert engine.take_phase_times() == dict.fromkeys(PHASES.values(), pytest.approx(1.0, abs=1.0))
+    measured = engine.take_phase_times()
+    assert {name: measured.pop(name) for name in PHASES.values()} == dict.fromkeys(
+        PHASES.values(), pytest.approx(1.0, abs=1.0)
+    )
+    assert measured.keys() == set(PHASE_MEMORY.values())
+    assert all(0.01 < used_gb < 100 for used_gb in measured.values())
 
 
 def test_ranks_sample_about_as_many_tokens_each() -> None:
@@ -146,7 +151,7 @@ def test_a_trainer_samples_every_batch_by_its_newest_weights(tiny_model_dir: Pat
     for line in steps:
         assert line.metrics["rollout/staleness_max"] == 0
         assert line.metrics["alignment/diff_max"] < 1e-4  # the engine computes with the trainer's weights
-        assert {*PHASES.values(), "inference/tokens_per_second"} <= line.metrics.keys()
+        assert {*PHASES.values(), *PHASE_MEMORY.values(), "inference/tokens_per_second"} <= line.metrics.keys()
     assert untrained.metrics["eval/avg@4"] > 0
     assert steps[-1].metrics["eval/other_version_fraction"] == 0
 

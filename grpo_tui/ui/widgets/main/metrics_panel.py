@@ -15,6 +15,7 @@ from grpo_engine.wire.metrics import EVALUATION_PREFIX, Band, is_evaluated_score
 from grpo_tui.ui.glyphs import SPARK_BARS
 from grpo_tui.ui.messages import StateChanged
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
+from grpo_tui.ui.widgets.main.phase_timeline import phase_lines, ticks
 from grpo_tui.view.format import duration_text
 from grpo_tui.view.metrics.history import RECENT_LINES, MetricHistory, band_heights, bar_heights, bucketed
 from grpo_tui.view.metrics.names import band_of, measured_as, unit_of, value_text
@@ -75,31 +76,35 @@ class MetricsPanel(Lines):
         self.num_columns = 1
         self._names: list[str] = []
         """In the order of the cells, column by column."""
+        self._first_row = 1
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
-        """Rebuilt after each step, not each second."""
-        return (state.history, self.num_columns)
+        """Rebuilt after each step, not each second, unless a phase that goes on counts its seconds."""
+        return (state.history, self.num_columns, state.now if ticks(state) else None)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
-        """A title with the newest step, then the metrics, the most telling first."""
+        """A title with the newest step, phases where there are turns, then metrics, the most telling first."""
         if not height:
             return []
         title = rule(width, "metrics", _pace(state))
         if state.history.last is None:
             return [title, line(("  no step yet: metrics appear after the trainer's first step", ".muted"))]
-        names = self._names = shown_metrics(state)[: (height - 1) * self.num_columns]
+        phases = phase_lines(state, width)[: height - 1]
+        self._first_row = 1 + len(phases)
+        names = self._names = shown_metrics(state)[: (height - self._first_row) * self.num_columns]
         cell_width = (width - GAP * (self.num_columns - 1)) // self.num_columns
         num_rows = -(-len(names) // self.num_columns)
         cells = [_cell(name, state.history, cell_width) for name in names]
         rows = [cells[row::num_rows] for row in range(num_rows)]
-        return [title, *(_joined(row) for row in rows)]
+        return [title, *phases, *(_joined(row) for row in rows)]
 
     async def on_click(self, event: events.Click) -> None:
         """Open the metric under the pointer on the metrics screen."""
         place, num_rows = event.get_content_offset_capture(self), -(-len(self._names) // self.num_columns)
         column = place.x * self.num_columns // max(1, self.content_size.width)
-        number = column * num_rows + place.y - 1
-        if 0 < place.y <= num_rows and number < len(self._names):
+        row = place.y - self._first_row
+        number = column * num_rows + row
+        if 0 <= row < num_rows and number < len(self._names):
             self.post_message(StateChanged(MetricSelected(name=self._names[number])))
             await self.run_action("app.show('metrics')")
 
