@@ -213,8 +213,13 @@ def copy_checkpoint(checkpoint: Path, save_path: Path) -> None:
     A copy that fails or is interrupted leaves no checkpoint.
 
     Raises:
-        CheckpointError: it was removed meanwhile, or the disk is full.
+        CheckpointError: it was removed meanwhile, the disk is full, or there is a link in it, whose target may be any
+            file or folder of ours.
     """
+    for link in (path for path in (checkpoint, *checkpoint.rglob("*")) if path.is_symlink()):
+        raise CheckpointError(
+            f"{link} is a link, and its target would be copied to the branch: put a copy in its place"
+        )
     partial = save_path / f".{checkpoint.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
     try:

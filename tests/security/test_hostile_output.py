@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from workplace import IDLE
 
 from grpo_engine.config import read_table, validated
 from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.items import source
 from grpo_engine.environments.items.source import ItemSource
-from grpo_engine.errors import ConfigError
+from grpo_engine.errors import CheckpointError, ConfigError
 from grpo_engine.train.recording.line_file import LineFile
 from grpo_engine.wire.supervisor import RunState
-from grpo_tui.client.lives import copy_item_state
+from grpo_tui.client.lives import copy_checkpoint, copy_item_state
 from grpo_tui.client.local import StartRefused
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.run_files.log_file import last_lines, read_part, written_so_far
@@ -182,6 +184,25 @@ def test_a_damaged_state_file_of_items_is_named_and_replaced(
     assert "state_file: " in caplog.text
 
 
+def test_a_state_file_that_claims_a_trillion_items_delays_a_start_for_a_limited_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = tmp_path / "items.json"
+    settings = _arithmetic(state, curriculum=None)
+    ItemSource(settings).close()
+    state.write_text(json.dumps({**json.loads(state.read_text()), "drawn": 2**40 - 1}))
+    monkeypatch.setattr(source, "_PASS_WITHIN_S", 0.01)
+    again = ItemSource(settings)
+    assert "passing over the 1099511627775 items that were drawn takes longer than 0.01 s" in caplog.text
+    assert again.next().question
+    again.close()
+    num_drawn = json.loads(state.read_text())["drawn"]
+    assert 0 < num_drawn < 10**6
+    after = islice(settings.task.items(settings.seed), num_drawn, None)
+    monkeypatch.undo()
+    assert ItemSource(settings).next() == next(after)
+
+
 def test_a_pipe_in_place_of_the_state_file_of_items_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "items.json")
     ItemSource(_arithmetic(tmp_path / "items.json")).close()
@@ -202,6 +223,23 @@ def test_a_branch_copies_no_state_file_that_is_a_link_and_opens_none_to_others(t
     assert (target.read_text(), target.stat().st_mode & 0o777) == ("{}", 0o600)
 
 
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_branch_copies_nothing_that_a_link_in_a_checkpoint_names(is_folder: bool, tmp_path: Path) -> None:
+    private, checkpoint, save_path = tmp_path / "private", tmp_path / "run" / "step_3", tmp_path / "branch"
+    for folder in (private, checkpoint / "optimizer", save_path):
+        folder.mkdir(parents=True)
+    (private / "secret").write_text("mine")
+    (checkpoint / "model.safetensors").write_text("weights")
+    link = checkpoint / "optimizer" / "link"
+    link.symlink_to(private if is_folder else private / "secret")
+    with pytest.raises(CheckpointError, match=r"step_3/optimizer/link is a link"):
+        copy_checkpoint(checkpoint, save_path)
+    assert list(save_path.iterdir()) == []
+    link.unlink()
+    copy_checkpoint(checkpoint, save_path)
+    assert (save_path / "step_3" / "model.safetensors").read_text() == "weights"
+
+
 def test_thinning_a_file_of_records_writes_through_no_planted_link(tmp_path: Path) -> None:
     victim, path = tmp_path / "victim", tmp_path / "rollouts.jsonl"
     victim.write_text("mine")
@@ -215,6 +253,6 @@ def test_thinning_a_file_of_records_writes_through_no_planted_link(tmp_path: Pat
     assert path.read_bytes().count(b"\n") < 8
 
 
-def _arithmetic(state: Path) -> EnvironmentConfig:
-    table = {"task": {"name": "arithmetic"}, "curriculum": "rising", "model_name": "m", "state_file": str(state)}
+def _arithmetic(state: Path, curriculum: str | None = "rising") -> EnvironmentConfig:
+    table = {"task": {"name": "arithmetic"}, "curriculum": curriculum, "model_name": "m", "state_file": str(state)}
     return validated(EnvironmentConfig, table, where="test")

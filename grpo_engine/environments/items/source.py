@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 _SAVE_EVERY_S = 30.0
 _RESERVED = 64
 """Items whose use is noted at once, ahead of it, so that none is used twice however the environment ends."""
+_PASS_WITHIN_S = 120.0
+"""Time limit for generating again the items that earlier starts drew: a state file from elsewhere may claim 10¹²."""
 _MAX_DRAWS = 100
 """Consecutive items that may be filtered; if all of a task are, one is used anyway."""
 
@@ -71,7 +73,7 @@ class ItemSource:
         self._num_starts = saved.num_starts
         seed = config.seed + _SEEDS_APART * self._num_starts
         self._num_drawn = self._num_reserved = saved.drawn
-        self._curriculum = _curriculum(config, seed, after=self._num_drawn)
+        self._curriculum = self._unordered(config) if config.curriculum is None else _curriculum(config, seed)
         self._rates = SolveRates()
         self._is_filtering = config.easy_threshold is not None or config.hard_threshold is not None
         self._filter = DifficultyFilter(
@@ -85,6 +87,21 @@ class ItemSource:
         self._saved_at = time.monotonic()
         self._logged_progress = self._curriculum_progress()
         self._failure: ConfigError | None = None
+
+    def _unordered(self, config: EnvironmentConfig) -> Unordered:
+        """The items of the settings' own seed, after those that earlier starts have drawn."""
+        items = config.task.items(config.seed)
+        until = time.monotonic() + _PASS_WITHIN_S
+        for number, _ in enumerate(islice(items, self._num_drawn), 1):
+            if time.monotonic() > until and number < self._num_drawn:
+                log.warning(
+                    "state_file: %s: passing over the %d items that were drawn takes longer than %g s: goes on after "
+                    "%d, so that later ones may be used again",
+                    *(self._path, self._num_drawn, _PASS_WITHIN_S, number),
+                )
+                self._num_drawn = self._num_reserved = number
+                break
+        return Unordered(items)
 
     def next(self) -> Item:
         """The next item to sample.
@@ -223,10 +240,9 @@ _SEEDS_APART = 1_000_003
 """Distance between the seeds of two starts; large, because neighbouring seeds belong to other environments."""
 
 
-def _curriculum(config: EnvironmentConfig, seed: int, *, after: int) -> Curriculum:
-    """The curriculum of a start; without one the items of the settings' own seed, `after` so many."""
-    if config.curriculum is None:
-        return Unordered(islice(config.task.items(config.seed), after, None))
+def _curriculum(config: EnvironmentConfig, seed: int) -> Curriculum:
+    """The curriculum of a start."""
+    assert config.curriculum is not None
     levels = config.task.levels()
     streams = [_of_level(task, number, seed) for number, task in enumerate(levels)]
     if config.curriculum.name == "rising" and len(levels) == 1:
