@@ -11,6 +11,7 @@ label.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -66,8 +67,8 @@ class PackedRows:
         )
 
 
-def pack(batch: Batch, *, in_one_row: bool) -> PackedRows:
-    """Lay a batch out with each group's prompt once.
+def pack(batch: Batch, *, in_one_row: bool, most_positions: float = math.inf) -> PackedRows | None:
+    """Lay a batch out with each group's prompt once; None where that takes more positions than `most_positions`.
 
     Args:
         batch: on the CPU.
@@ -78,6 +79,9 @@ def pack(batch: Batch, *, in_one_row: bool) -> PackedRows:
     prompts, lengths = prompt_lengths(batch).tolist(), batch.lengths.tolist()
     sizes = [prompts[rows[0]] + sum(lengths[row] - prompts[row] for row in rows) for rows in shared]
     width = sum(sizes) if in_one_row else max(sizes)
+    num_rows = 1 if in_one_row else len(shared)
+    if num_rows * width > most_positions:
+        return None
     pieces: list[tuple[int, int, int, int, int, int]] = []  # row of the batch, from, to, first place, segment, parent
     last_of_prompt = torch.zeros(len(lengths), dtype=torch.int64)  # (B,) its place, from where the first label is seen
     end = 0
@@ -98,7 +102,7 @@ def pack(batch: Batch, *, in_one_row: bool) -> PackedRows:
     position, place = start + step, first + step
 
     def laid(values: Tensor, empty: int) -> Tensor:
-        rows = torch.full((1 if in_one_row else len(shared), width), empty)
+        rows = torch.full((num_rows, width), empty)
         rows.view(-1)[place] = values
         return rows
 

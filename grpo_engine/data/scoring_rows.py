@@ -6,6 +6,8 @@ B rows, T positions, N wanted log-probabilities, in the order of `Batch.mask`.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from pydantic import ValidationError
@@ -19,6 +21,11 @@ from grpo_engine.wire.reference import LOGPROB_BYTES, MOST_TOKENS, TOKEN_BYTES, 
 
 MOST_LOGPROB = 1e-3
 """Rounding may take a certain token a little above 0."""
+_MOST_POSITIONS = 4 << 20
+"""Of a batch that is scored, padding included: 29 bytes each."""
+_MOST_PADDED, _FEW_POSITIONS = 8, 1 << 14
+"""Positions of a batch for each of its tokens, where it has more than a few: else rows of two tokens beside a long one
+would take thousands of times the memory and time of what was sent."""
 
 
 def encode_rows(batch: Batch) -> bytes:
@@ -37,8 +44,76 @@ def encode_rows(batch: Batch) -> bytes:
     return to_line(head) + _bytes(torch.cat(tokens).to(torch.int32)) + _bytes(torch.cat(wanted).to(torch.uint8))
 
 
-def decode_rows(body: bytes, *, num_tokens: int, max_tokens: int) -> Batch:
-    """The batch of a request, in which only what scoring reads is meaningful.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoringRows:
+    """The rows of a request."""
+
+    tokens: tuple[Tensor, ...]
+    wanted: tuple[Tensor, ...]
+    """Of each row, which of its tokens are to be scored."""
+    head: ScoringHead
+
+    def scored_by(self, score: Callable[[Batch], Tensor]) -> Tensor:
+        """(N,) log-probabilities of all rows, in their order.
+
+        Args:
+            score: gives those of one batch, in the order of its mask.
+        """
+        scores: dict[int, Tensor] = {}
+        for numbers, batch in self.batches():
+            scores |= zip(numbers, torch.split(score(batch), batch.mask.sum(1).tolist()), strict=True)
+        return torch.cat([scores[number] for number in range(len(self.tokens))])
+
+    def batches(self) -> Iterator[tuple[list[int], Batch]]:
+        """Batches of rows and the numbers of these rows; of the batches only what scoring reads is meaningful.
+
+        Rows of one group stay together as far as that takes little padding: they often have one prompt.
+        """
+        lengths, groups = self.head.lengths, self.head.groups
+        of_group: dict[int, int] = {}
+        for group, length in zip(groups, lengths, strict=True):
+            of_group[group] = max(length, of_group.get(group, 0))
+        numbers: list[int] = []
+        num_tokens = longest = 0
+        for row in sorted(range(len(lengths)), key=lambda row: (-of_group[groups[row]], groups[row], -lengths[row])):
+            num_tokens, longest = num_tokens + lengths[row], max(longest, lengths[row])
+            most = min(_MOST_POSITIONS, max(_FEW_POSITIONS, _MOST_PADDED * num_tokens))
+            if numbers and (len(numbers) + 1) * longest > most:
+                yield numbers, self._batch(numbers)
+                numbers, num_tokens, longest = [], lengths[row], lengths[row]
+            numbers.append(row)
+        yield numbers, self._batch(numbers)
+
+    def _batch(self, numbers: list[int]) -> Batch:
+        tokens, wanted = [self.tokens[row] for row in numbers], [self.wanted[row] for row in numbers]
+        inputs = pad_sequence([row[:-1] for row in tokens], batch_first=True)  # (B, T)
+        labels = pad_sequence([row[1:] for row in tokens], batch_first=True)
+        mask = pad_sequence([each[1:] for each in wanted], batch_first=True)
+        zeros, no = torch.zeros(len(numbers)), torch.zeros(len(numbers), dtype=torch.bool)
+        return Batch(
+            inputs=inputs,
+            labels=labels,
+            mask=mask,
+            lengths=torch.tensor([len(row) for row in tokens]) - 1,
+            rollout_logprobs=torch.zeros(mask.shape),
+            temperatures=torch.tensor([self.head.temperatures[row] for row in numbers], dtype=torch.float32),
+            rewards=zeros,
+            group_ids=torch.tensor([self.head.groups[row] for row in numbers]),
+            is_zeroed=no,
+            is_truncated=no,
+            token_advantages=None,
+            has_token_advantages=no,
+            ref_logprobs=None,
+            has_ref_logprobs=no,
+            policy_versions=torch.zeros(mask.shape, dtype=torch.int64),
+            has_policy_versions=no,
+            env_ids=(None,) * len(numbers),
+            is_cut=no,
+        )
+
+
+def decode_rows(body: bytes, *, num_tokens: int, max_tokens: int) -> ScoringRows:
+    """The rows of a request.
 
     Args:
         num_tokens: ids that the model knows.
@@ -69,10 +144,13 @@ def decode_rows(body: bytes, *, num_tokens: int, max_tokens: int) -> Batch:
     wanted = torch.frombuffer(buffer, dtype=torch.uint8, offset=total * TOKEN_BYTES)
     if int(tokens.min()) < 0 or int(tokens.max()) >= num_tokens:
         raise DataError(f"token ids from {int(tokens.min())} to {int(tokens.max())}, and the model knows {num_tokens}")
-    rows, masks = torch.split(tokens, head.lengths), torch.split(wanted.bool(), head.lengths)
-    if any(bool(mask[0]) or not bool(mask.any()) for mask in masks):
+    ends, is_wanted = torch.tensor(head.lengths).cumsum(0), wanted.bool()
+    first_tokens = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
+    num_wanted = is_wanted.cumsum(0)[ends - 1].diff(prepend=torch.zeros(1, dtype=torch.int64))
+    if is_wanted[first_tokens].any() or not num_wanted.all():
         raise DataError("a row without a token to score, or whose first token is one, which nothing predicts")
-    return _batch([*rows], [*masks], head)
+    rows, masks = torch.split(tokens, head.lengths), torch.split(is_wanted, head.lengths)
+    return ScoringRows(tokens=rows, wanted=masks, head=head)
 
 
 def encode_scores(logprobs: Tensor, request: bytes, *, model_name: str, vocabulary: str) -> bytes:
@@ -111,31 +189,3 @@ def digest(request: bytes) -> str:
 
 def _bytes(values: Tensor) -> bytes:
     return values.contiguous().numpy().tobytes()
-
-
-def _batch(rows: list[Tensor], wanted: list[Tensor], head: ScoringHead) -> Batch:
-    inputs = pad_sequence([row[:-1] for row in rows], batch_first=True)  # (B, T)
-    labels = pad_sequence([row[1:] for row in rows], batch_first=True)
-    mask = pad_sequence([each[1:] for each in wanted], batch_first=True)
-    num_rows = len(rows)
-    zeros, no = torch.zeros(num_rows), torch.zeros(num_rows, dtype=torch.bool)
-    return Batch(
-        inputs=inputs,
-        labels=labels,
-        mask=mask,
-        lengths=torch.tensor(head.lengths) - 1,
-        rollout_logprobs=torch.zeros(mask.shape),
-        temperatures=torch.tensor(head.temperatures, dtype=torch.float32),
-        rewards=zeros,
-        group_ids=torch.tensor(head.groups),
-        is_zeroed=no,
-        is_truncated=no,
-        token_advantages=None,
-        has_token_advantages=no,
-        ref_logprobs=None,
-        has_ref_logprobs=no,
-        policy_versions=torch.zeros(mask.shape, dtype=torch.int64),
-        has_policy_versions=no,
-        env_ids=(None,) * num_rows,
-        is_cut=no,
-    )

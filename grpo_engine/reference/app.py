@@ -75,8 +75,9 @@ def create_app(
             return _refused(503, f"{type(error).__name__}: {error}; the service ends")
 
     def _scores(body: bytes, about: ReferenceModel) -> bytes:
-        batch = decode_rows(body, num_tokens=about.num_tokens, max_tokens=about.max_tokens)
-        return encode_scores(model.logprobs(batch), body, model_name=about.model_name, vocabulary=about.vocabulary)
+        rows = decode_rows(body, num_tokens=about.num_tokens, max_tokens=about.max_tokens)
+        scores = rows.scored_by(model.logprobs)
+        return encode_scores(scores, body, model_name=about.model_name, vocabulary=about.vocabulary)
 
     app = Starlette(
         routes=[

@@ -34,6 +34,8 @@ class FrozenModel:
         model = load_model(config.model_name, dtype=config.dtype, device=device).requires_grad_(False)
         self._scorer = Scorer(model)
         self._most_tokens = config.tokens_at_once
+        # On a CPU a bundle of rows with one prompt is padded to the largest of its micro-batch.
+        self._keeps_bundles = self._scorer.shares_prompts and device != "cpu"
         self._device = torch.device(device)
         self.description = ReferenceModel(
             model_name=config.model_name,
@@ -54,7 +56,7 @@ class FrozenModel:
         """
         scores = torch.zeros(batch.mask.shape)
         try:
-            for part in micro_batches(batch, max_tokens=self._most_tokens, shares_prompts=self._scorer.shares_prompts):
+            for part in micro_batches(batch, max_tokens=self._most_tokens, shares_prompts=self._keeps_bundles):
                 values, _ = self._scorer.logprobs(part.batch)  # (b, t)
                 scores[part.row_numbers, : values.shape[1]] = values.float().cpu()
         except torch.OutOfMemoryError:

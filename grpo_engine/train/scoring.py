@@ -134,9 +134,9 @@ class Scorer:
     def _packed(self, batch: Batch) -> PackedRows | None:
         """The batch with shared prompts; None where plain rows are the better choice."""
         on_cpu = self._device.type == "cpu"
-        packed = pack(batch, in_one_row=not on_cpu)
-        gain = 1 - packed.size / batch.inputs.numel()
-        if gain < LEAST_GAIN["cpu" if on_cpu else "cuda"]:
+        worth_it = (1 - LEAST_GAIN["cpu" if on_cpu else "cuda"]) * batch.inputs.numel()
+        packed = pack(batch, in_one_row=not on_cpu, most_positions=worth_it)
+        if packed is None:
             return None
         if on_cpu:
             return packed if packed.size * packed.inputs.shape[1] <= MAX_MASK_ELEMENTS else None
