@@ -68,6 +68,7 @@ class TrainerConfig(TrainConfig):
             **own,
             model_name=self.model_name,
             seed=self.seed,
+            seed_completions=True,
             max_token_length=self.seq_len,
             max_workers=ALL_AT_ONCE,
         )

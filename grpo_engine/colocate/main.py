@@ -70,7 +70,7 @@ class OwnSampling:
         check_template(environment, tokenizer)
         own_bridge = cast(InProcessBridge, bridge)
         rounds = Rounds(self.engine, own_bridge.engines, self._ranks)
-        return OwnSource(environment, tokenizer, RoundInference(rounds.sample, self._config.seed), own_bridge)
+        return OwnSource(environment, tokenizer, RoundInference(rounds.sample), own_bridge)
 
     def works(self, placement: RankPlacement) -> Mapping[type, Callable[[Any], None]]:
         """What the other ranks do."""

@@ -7,7 +7,6 @@ sampled, by the engines of all ranks at once. A question takes one round, a conv
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,28 +109,24 @@ def shares(requests: Sequence[GenerateRequest], num_ranks: int) -> list[list[int
 class RoundInference:
     """See `grpo_engine.environments.sampling.policy.Inference`: collects prompts for the next round."""
 
-    def __init__(self, sample: Callable[[Sequence[GenerateRequest]], list[Generation]], seed: int) -> None:
+    def __init__(self, sample: Callable[[Sequence[GenerateRequest]], list[Generation]]) -> None:
         """
         Args:
             sample: makes a round; it may block the event loop, since nothing goes on without its completions.
-            seed: of the completions, together with what `begin` is given.
         """
         self._sample = sample
-        self._seed = seed
-        self._random = random.Random(seed)
         self._stop: Callable[[], bool] = never
         self._waiting: list[tuple[GenerateRequest, asyncio.Future[Completions]]] = []
         self._rounds: asyncio.Task[None] | None = None
         self.num_tokens = 0
         """Tokens that were sampled."""
 
-    def begin(self, what: str, stop: Callable[[], bool] = never) -> None:
-        """Begin a batch or an evaluation, whose completions depend on the weights, the seed and `what` alone.
+    def begin(self, stop: Callable[[], bool] = never) -> None:
+        """Begin a batch or an evaluation.
 
         Args:
             stop: whether no further round may begin.
         """
-        self._random = random.Random(f"{self._seed}/{what}")
         self._stop = stop
 
     async def generate(self, request: GenerateRequest, session: Session | None = None) -> Completions:
@@ -142,7 +137,7 @@ class RoundInference:
             SamplingStopped: training stops.
         """
         answer: asyncio.Future[Completions] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request.model_copy(update={"seed": self._random.getrandbits(62)}), answer))
+        self._waiting.append((request, answer))
         if self._rounds is None or self._rounds.done():
             self._rounds = asyncio.create_task(self._make_rounds())
         return await answer

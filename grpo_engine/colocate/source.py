@@ -117,7 +117,7 @@ class OwnSource:
             return None
         self._bridge.wake()
         num_tokens, began = self._inference.num_tokens, time.perf_counter()
-        self._inference.begin(f"batch of version {policy_version}", stop)
+        self._inference.begin(stop)
         try:
             groups = self._loop.run(self._whole_batch(began + timeout_s))
         except SamplingStopped:
@@ -142,7 +142,7 @@ class OwnSource:
         answers = []
         if self._measure.is_able:
             self._bridge.wake()
-            self._inference.begin("evaluation")
+            self._inference.begin()
             answer = self._loop.run(
                 self._measure.answer(order, longest=self._config.max_token_length, env_id=ENVIRONMENT_ID)
             )

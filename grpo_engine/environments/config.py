@@ -181,6 +181,10 @@ class EnvironmentConfig(SamplingConfig):
     max_token_length: int = Field(2048, ge=2)
     """Longest sequence in tokens, prompt included; a lower limit of the trainer applies."""
 
+    seed_completions: bool = False
+    """Send a seed with every request, made of `seed`, the place of the item and that of the turn, so that completions
+    depend on these and the weights alone, and are those of a trainer that samples itself. vLLM samples such requests
+    one by one: for comparisons."""
     interrupt: bool = False
     """When the weights change, end completions that are half sampled, and sample them again from their prompt with the
     new weights; off: they go on with the new weights, and each token carries its version. With it every completion is

@@ -90,6 +90,24 @@ class GroupGenerator:
             return False
         return not self._config.ensure_scores_are_not_same or len(set(sampled.rewards)) > 1
 
+    def _players(
+        self, longest: int, longest_of_opponent: int | None, seeds: str | None
+    ) -> tuple[Policy, Policy | None]:
+        """The policy, and its opponent if it has one."""
+        config = self._config
+        policy = Policy(
+            config=config,
+            tokenizer=self._tokenizer,
+            inference=self._inference,
+            temperature=config.temperature,
+            longest=longest,
+            seeds=seeds,
+        )
+        if self._opponent is None:
+            return policy, None
+        of_opponent = longest if longest_of_opponent is None else longest_of_opponent
+        return policy, self._opponent.as_policy(config, config.temperature, of_opponent, seeds)
+
     async def _sample(
         self, longest: int, longest_of_opponent: int | None
     ) -> tuple[Item, list[Rollouts], list[Rollouts]]:
@@ -99,17 +117,10 @@ class GroupGenerator:
             longest_of_opponent: as `longest`, of an opponent that is trained too; None: it is not.
         """
         config = self._config
-        policy = Policy(
-            config=config,
-            tokenizer=self._tokenizer,
-            inference=self._inference,
-            temperature=config.temperature,
-            longest=longest,
-        )
-        of_opponent = longest if longest_of_opponent is None else longest_of_opponent
-        opponent = self._opponent.as_policy(config, config.temperature, of_opponent) if self._opponent else None
         for _ in range(_MAX_SKIPPED_ITEMS):
             item = self._source.next()
+            seeds = f"{config.seed}/{self._source.num_drawn}" if config.seed_completions else None
+            policy, opponent = self._players(longest, longest_of_opponent, seeds)
             try:
                 if opponent is not None and longest_of_opponent is not None:
                     return item, *await sample_game(policy, item, config.group_size, opponent=opponent)

@@ -104,7 +104,9 @@ class HeldOutMeasure:
             self._num_items_wanted = order.num_prompts
         self.num_unstarted = len(self._items)
         slots = asyncio.Semaphore(max(1, self._config.max_workers // num_groups(self._config.task)))
-        asked = await gather_all(self._one_prompt(item, longest, order.num_samples, slots) for item in self._items)
+        asked = await gather_all(
+            self._one_prompt(number, item, longest, order.num_samples, slots) for number, item in enumerate(self._items)
+        )
         measured = [prompt for prompt in asked if prompt is not None]
         if not measured:
             raise ConfigError(
@@ -116,21 +118,23 @@ class HeldOutMeasure:
         return measured
 
     async def _one_prompt(
-        self, item: Item, longest: int, num_samples: int, slots: asyncio.Semaphore
+        self, number: int, item: Item, longest: int, num_samples: int, slots: asyncio.Semaphore
     ) -> Measured | None:
         """Results of one item; None when its prompt leaves no room for a completion."""
         config = self._config
         temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
         # Greedy samples are identical, and vLLM refuses n > 1.
         num_different = num_samples if temperature > 0 else 1
+        seeds = f"{config.seed}/evaluation/{number}" if config.seed_completions else None
         policy = Policy(
             config=config,
             tokenizer=self._tokenizer,
             inference=self._inference,
             temperature=temperature,
             longest=longest,
+            seeds=seeds,
         )
-        opponent = self._opponent.as_policy(config, temperature, longest) if self._opponent else None
+        opponent = self._opponent.as_policy(config, temperature, longest, seeds) if self._opponent else None
         async with slots:
             self.num_unstarted -= 1
             if self.num_unstarted == 0:

@@ -119,6 +119,11 @@ class ItemSource:
         except StopIteration:
             raise ConfigError(f"task {self._label}: its items ended: items() must be endless") from None
 
+    @property
+    def num_drawn(self) -> int:
+        """Items that were drawn, filtered ones included; over all starts with the same state file."""
+        return self._num_drawn
+
     def _draw(self) -> Item:
         for _ in range(_MAX_DRAWS):
             self._note_draw()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,12 +49,17 @@ class Policy:
     temperature: float
     longest: int
     """Longest sequence in tokens."""
+    seeds: str | None = None
+    """What seeds of requests are made from, besides the place of each; None: they have none."""
 
-    async def complete(self, prompt: list[int], count: int, session: Session | None = None) -> Completions:
+    async def complete(
+        self, prompt: list[int], count: int, session: Session | None = None, *, place: str = ""
+    ) -> Completions:
         """`count` completions of a prompt, each of at most `max_tokens` and within `longest`.
 
         Args:
             session: of the conversation that the prompt goes on with.
+            place: game, seat and turn, if it is a turn of a game.
 
         Raises:
             PromptTooLong: there is no room for a completion.
@@ -70,6 +76,8 @@ class Policy:
             stop=list(config.stop) or None,
             logprobs=0,
         )
+        if self.seeds is not None:
+            request = request.model_copy(update={"seed": random.Random(f"{self.seeds}/{place}").getrandbits(62)})
         if config.interrupt:  # only where it is set, because stock servers do not know it
             request = request.model_copy(update={"interrupt": True})
         return await self.inference.generate(request, session)
@@ -82,7 +90,9 @@ class Opponent:
     tokenizer: Tokenizer
     inference: InferenceServers
 
-    def as_policy(self, config: EnvironmentConfig, temperature: float, longest: int) -> Policy:
+    def as_policy(
+        self, config: EnvironmentConfig, temperature: float, longest: int, seeds: str | None = None
+    ) -> Policy:
         """It with the sampling settings of the trained policy."""
         return Policy(
             config=config,
@@ -90,14 +100,21 @@ class Opponent:
             inference=self.inference,
             temperature=temperature,
             longest=longest,
+            seeds=None if seeds is None else f"{seeds}/opponent",
         )
 
 
 class PolicySeat:
     """A seat that the policy plays; its conversation only grows, so that the server's prefix cache applies."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, place: str = "") -> None:
+        """
+        Args:
+            place: game and seat, if there are several.
+        """
         self._policy = policy
+        self._place = place
+        self._num_turns = 0
         self._session = Session()
         self.conversation = Conversation()
         self.has_room = True
@@ -120,7 +137,9 @@ class PolicySeat:
         if not self.has_room:
             self._skip_turn()
             return ""
-        answer = await self._policy.complete([*previous, *new], 1, self._session)
+        place = f"{self._place}/{self._num_turns}"
+        answer = await self._policy.complete([*previous, *new], 1, self._session, place=place)
+        self._num_turns += 1
         self.conversation.add_prompt(new)
         self.conversation.add_completion(answer)
         return answer.text[0]

@@ -102,8 +102,11 @@ async def _games(
     rewards_both: bool = False,
 ) -> tuple[list[Rollouts], list[Rollouts]]:
     num_seats, num_others = task.num_seats(), task.num_other_seats() if opponent else 0
-    tables = [[PolicySeat(policy) for _ in range(num_seats)] for _ in range(num_games)]
-    others = [[PolicySeat(opponent) for _ in range(num_others)] if opponent else [] for _ in range(num_games)]
+    tables = [[PolicySeat(policy, f"{game}/{seat}") for seat in range(num_seats)] for game in range(num_games)]
+    others = [
+        [PolicySeat(opponent, f"{game}/{seat}") for seat in range(num_others)] if opponent else []
+        for game in range(num_games)
+    ]
     rewards = await gather_all(
         _game(task, item, *each, rewards_both=rewards_both) for each in zip(tables, others, strict=True)
     )

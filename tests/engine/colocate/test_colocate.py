@@ -105,7 +105,7 @@ def test_prompts_that_come_together_share_a_round_and_get_its_error_if_it_fails(
         raise MemoryError("no room")
 
     async def ask() -> list[object]:
-        inference = RoundInference(sample, seed=0)
+        inference = RoundInference(sample)
         request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids=[1]))
         return await asyncio.gather(*(inference.generate(request) for _ in range(3)), return_exceptions=True)
 
