@@ -56,13 +56,17 @@ class Ahead:
             return self.max_batches_offpolicy
         return status.ahead.batches if status is not None and status.ahead is not None else FIRST_BATCHES_AHEAD
 
-    def limit(self, *, idle_workers: int, servers_are_full: bool) -> SamplingLimit | None:
-        """What keeps it from sampling more; None where the number of batches ahead is a setting."""
+    def limit(self, *, idle_workers: int, of_servers: SamplingLimit | None) -> SamplingLimit | None:
+        """What keeps it from sampling more; None where the number of batches ahead is a setting.
+
+        Args:
+            of_servers: `SERVERS` or `UNKNOWN`; None where they have room.
+        """
         if self.max_batches_offpolicy is not None:
             return None
-        if servers_are_full:
-            return SamplingLimit.SERVERS
-        return SamplingLimit.BATCHES_AHEAD if idle_workers else SamplingLimit.WORKERS
+        if of_servers is SamplingLimit.SERVERS:
+            return of_servers
+        return of_servers or SamplingLimit.BATCHES_AHEAD if idle_workers else SamplingLimit.WORKERS
 
 
 class Loaded(Protocol):

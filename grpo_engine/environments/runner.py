@@ -86,7 +86,7 @@ class Runner:
             evaluator,
             notify=notify,
             outbox=outbox,
-            servers_are_full=lambda: inference.queues.are_full,
+            limit_of_servers=inference.queues.limit,
         )
         self._posts_itself = outbox is None
         self._other: TrainerLink | None = None
@@ -105,7 +105,7 @@ class Runner:
                 opponent_api,
                 evaluator,
                 notify=notify,
-                servers_are_full=lambda: opponent.inference.queues.are_full,
+                limit_of_servers=opponent.inference.queues.limit,
             )
         self._links = [self._own, *([self._other] if self._other else [])]
         self._tracker: Tracker = NoTracker()

@@ -1,6 +1,6 @@
 """Whether requests queue at the inference servers, by vLLM's metrics: more at a time would not be sampled sooner then.
 
-A server without these metrics (the torch engine, or another one) counts as one at which none queue.
+A server without these metrics (the torch engine, or another one) may be full or not.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import httpx
 
 from grpo_engine.errors import GrpoError
+from grpo_engine.wire.rollouts import SamplingLimit
 
 _QUEUED = re.compile(r"^vllm:num_requests_waiting(?:\{[^}\n]*\})?[ \t]+(?P<count>[0-9.e+]{1,30})", re.MULTILINE)
 _ASK_EVERY_S = 2.0
@@ -34,17 +35,19 @@ def num_queued(metrics: str) -> float | None:
 
 
 class ServerQueues:
-    """Asks all servers again and again; `are_full` says what they answered last."""
+    """Asks all servers again and again; `limit` says what they answered last."""
 
     def __init__(self, https: Sequence[httpx.AsyncClient]) -> None:
         self._https = https
         self._num_in_a_row = [0] * len(https)
         self._without_metrics: set[int] = set()
 
-    @property
-    def are_full(self) -> bool:
-        """Whether requests queue at every server, and did at the answer before."""
-        return bool(self._num_in_a_row) and min(self._num_in_a_row) >= _NUM_IN_A_ROW
+    def limit(self) -> SamplingLimit | None:
+        """`SERVERS` where requests queue at every server, and did at the answer before; None where one has room."""
+        num_in_a_row = [count for place, count in enumerate(self._num_in_a_row) if place not in self._without_metrics]
+        if any(count < _NUM_IN_A_ROW for count in num_in_a_row):
+            return None
+        return SamplingLimit.UNKNOWN if self._without_metrics or not num_in_a_row else SamplingLimit.SERVERS
 
     async def watch(self) -> None:
         """Ask until it is cancelled, or no server has the metrics."""

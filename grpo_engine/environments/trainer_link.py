@@ -18,7 +18,7 @@ from grpo_engine.environments.peers import UnknownEnvironment
 from grpo_engine.environments.sampling.prompts import room_for_completion
 from grpo_engine.environments.sampling.sample import num_groups
 from grpo_engine.errors import ConfigError
-from grpo_engine.wire.rollouts import EnvironmentStatus, RegisterEnvironmentRequest, ScoredGroup
+from grpo_engine.wire.rollouts import EnvironmentStatus, RegisterEnvironmentRequest, SamplingLimit, ScoredGroup
 
 log = logging.getLogger(__name__)
 
@@ -69,21 +69,21 @@ class TrainerLink:
         *,
         notify: Callable[[], None],
         outbox: Outbox | None = None,
-        servers_are_full: Callable[[], bool],
+        limit_of_servers: Callable[[], SamplingLimit | None],
     ) -> None:
         """
         Args:
             config: settings from the side of the policy that is trained.
             notify: called when there may be room for further items.
             outbox: of several environments; None: its own.
-            servers_are_full: whether requests queue at every inference server.
+            limit_of_servers: whether requests queue at the inference servers, as `ServerQueues.limit`.
         """
         self.outbox = outbox or Outbox(api)
         self.config = config
         self.api = api
         self.evaluator = evaluator
         self._notify = notify
-        self._servers_are_full = servers_are_full
+        self._limit_of_servers = limit_of_servers
         self.num_per_item = num_groups(config.task)
         """Groups of each item, those that are dropped included."""
         self._ahead = Ahead(
@@ -180,7 +180,7 @@ class TrainerLink:
         )
         wait_s = _HOLD_S if may_hold else 0.0
         limit = self._ahead.limit(
-            idle_workers=self._idle_workers(num_workers) if known else 1, servers_are_full=self._servers_are_full()
+            idle_workers=self._idle_workers(num_workers) if known else 1, of_servers=self._limit_of_servers()
         )
         try:
             self.status = await self.api.status(self.env_id, known=known, wait_s=wait_s, demand=demand, limit=limit)

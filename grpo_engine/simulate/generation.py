@@ -15,7 +15,7 @@ from grpo_engine.simulate.clock import Clock
 from grpo_engine.simulate.figures import Figures
 from grpo_engine.simulate.layout import Layout
 from grpo_engine.simulate.servers import Request, Server
-from grpo_engine.wire.rollouts import RegisterEnvironmentRequest
+from grpo_engine.wire.rollouts import RegisterEnvironmentRequest, SamplingLimit
 
 
 @dataclass(slots=True)
@@ -136,9 +136,8 @@ class Environments:
         if granted is not None:
             self._state.grant_slots(environment.id, granted)
             return granted
-        limit = self._ahead.limit(
-            idle_workers=idle_workers, servers_are_full=all(server.is_full for server in self._servers)
-        )
+        of_servers = SamplingLimit.SERVERS if all(server.is_full for server in self._servers) else None
+        limit = self._ahead.limit(idle_workers=idle_workers, of_servers=of_servers)
         if limit is not None:
             self._state.report_limit(environment.id, limit)
         status = self._state.environment_status(environment.id, now)

@@ -162,6 +162,8 @@ class SamplingLimit(StrEnum):
     """Its `max_workers`, or its share of them."""
     SERVERS = "servers"
     """Requests queue at every inference server, for a place in its batch or in its KV cache."""
+    UNKNOWN = "unknown"
+    """The number of batches ahead, or the servers: none of them says that no requests queue at it."""
 
 
 class BatchesAhead(Message):

@@ -80,6 +80,15 @@ class _Alive:
     """None of them can have lapsed before."""
 
 
+_SAMPLING_LIMITS = (
+    SamplingLimit.BATCHES_AHEAD,
+    SamplingLimit.UNKNOWN,
+    SamplingLimit.SERVERS,
+    SamplingLimit.WORKERS,
+)
+"""The first of them that an environment reports is that of all."""
+
+
 class ApiState:
     """The state of one rollout API."""
 
@@ -488,10 +497,8 @@ class ApiState:
     def _sampling_limit(self, now: float) -> SamplingLimit | None:
         """What limits the live environments: the number itself, as long as it limits one of them."""
         live = self._alive(now).ids
-        limits = [limit for env_id, limit in self._limits.items() if env_id in live]
-        if not limits or SamplingLimit.BATCHES_AHEAD in limits:
-            return limits[0] if limits and len(set(limits)) == 1 else SamplingLimit.BATCHES_AHEAD if limits else None
-        return SamplingLimit.SERVERS if SamplingLimit.SERVERS in limits else SamplingLimit.WORKERS
+        limits = {limit for env_id, limit in self._limits.items() if env_id in live}
+        return next((limit for limit in _SAMPLING_LIMITS if limit in limits), None)
 
     # --- slots -----------------------------------------------------------------------------------------------------
 

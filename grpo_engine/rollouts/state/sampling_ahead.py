@@ -3,10 +3,11 @@
 One number for all environments of a trainer, changed when a batch is delivered:
 
 - more, while the trainer waits for groups, unless sampling is held up elsewhere: requests queue at the inference
-  servers, or environments have no worker left. From the start value on, each raise is a trial: it is taken back unless
-  throughput rises by a fifth of what it would where sequences do not slow each other down, or the trainer waits no
-  longer. Where servers are the limit, more in flight only makes groups older. After a failed trial the next one goes
-  the other way.
+  servers, or environments have no worker left. Where no server says whether requests queue at it, not above the start
+  value: at a full one throughput that varies would pass trials by chance, up to the most. From the start value on, each
+  raise is a trial: it is taken back unless throughput rises by a fifth of what it would where sequences do not slow
+  each other down, or the trainer waits no longer. Where servers are the limit, more in flight only makes groups older.
+  After a failed trial the next one goes the other way.
 - one less, while at least one whole batch is left in the queue after every delivery: it only becomes older there.
 
 Groups that were on the way before a change say nothing about it, so as many deliveries as batches are ahead are left
@@ -100,7 +101,8 @@ class SamplingAhead:
 
     def _trainer_waits(self, limit: SamplingLimit | None) -> None:
         share = f"the trainer waited for groups {100 * self._waited_share():.0f} % of the time"
-        can_rise = limit in (None, SamplingLimit.BATCHES_AHEAD) and self.batches < MOST_BATCHES_AHEAD
+        most = FIRST_BATCHES_AHEAD if limit is SamplingLimit.UNKNOWN else MOST_BATCHES_AHEAD
+        can_rise = limit in (None, SamplingLimit.BATCHES_AHEAD, SamplingLimit.UNKNOWN) and self.batches < most
         if self.batches < FIRST_BATCHES_AHEAD:
             if can_rise:
                 self._change(self.batches + 1, share)

@@ -23,6 +23,7 @@ from grpo_engine.environments.main import work
 from grpo_engine.environments.server_queues import ServerQueues
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
+from grpo_engine.wire.rollouts import SamplingLimit
 
 
 class Fake:
@@ -347,17 +348,19 @@ async def test_an_answer_whose_lists_do_not_fit_is_refused_also_where_completion
 
 
 @pytest.mark.parametrize(
-    ("answers", "are_full"),
+    ("answers", "limit"),
     [
-        ([("0", "0"), ("2", "1")], False),  # they may have arrived just now
-        ([("2", "1"), ("2", "1")], True),
-        ([("2", "0"), ("2", "0")], False),  # the other server has room
-        ([("2", "1"), ("2", "1"), ("2", "0")], False),
-        ([("2", None), ("2", None)], False),  # a server without vLLM's metrics
+        ([("0", "0"), ("2", "1")], None),  # they may have arrived just now
+        ([("2", "1"), ("2", "1")], SamplingLimit.SERVERS),
+        ([("2", "0"), ("2", "0")], None),  # the other server has room
+        ([("2", "1"), ("2", "1"), ("2", "0")], None),
+        ([("2", None), ("2", None)], SamplingLimit.UNKNOWN),  # a server without vLLM's metrics
+        ([("0", None), ("0", None)], None),
+        ([(None, None)], SamplingLimit.UNKNOWN),
     ],
 )
 async def test_servers_are_full_where_requests_queue_at_each_twice_in_a_row(
-    answers: list[tuple[str | None, str | None]], are_full: bool
+    answers: list[tuple[str | None, str | None]], limit: SamplingLimit | None
 ) -> None:
     current: tuple[str | None, str | None] = answers[0]
 
@@ -378,4 +381,4 @@ async def test_servers_are_full_where_requests_queue_at_each_twice_in_a_row(
         for each in answers:
             current = each
             await queues.ask()
-        assert queues.are_full is are_full
+        assert queues.limit() is limit

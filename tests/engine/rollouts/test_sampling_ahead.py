@@ -41,6 +41,8 @@ def after(*runs: tuple[int, Delivered]) -> SamplingAhead:
         ([(7, delivered(0.5))], 5, "the trainer waited for groups 50 % of the time"),
         ([(50, delivered(0.5, limit=SamplingLimit.SERVERS))], 3, "start"),
         ([(50, delivered(0.5, limit=SamplingLimit.WORKERS))], 3, "start"),
+        ([(50, delivered(0.5, limit=SamplingLimit.UNKNOWN))], 3, "start"),
+        ([(100, delivered(num_left=1)), (100, delivered(0.1, limit=SamplingLimit.UNKNOWN))], 3, "waited for groups"),
         # What was raised stays where it helps, also in part, and goes back where it does not.
         ([(7, delivered(0.1)), (100, delivered())], 4, "the trainer waited for groups 10 % of the time"),
         ([(7, delivered(0.2)), (12, delivered(0.1, interval_s=0.9))], 4, "20 % of the time"),
@@ -92,7 +94,9 @@ class Plant:
         self.train_s, self.sample_s, self.capacity = train_s, sample_s, capacity
         self._random, self._noise = Random(seed), noise
 
-    def run(self, ahead: SamplingAhead, num_steps: int) -> list[tuple[int, float, float]]:
+    def run(
+        self, ahead: SamplingAhead, num_steps: int, limit: SamplingLimit | None = None
+    ) -> list[tuple[int, float, float]]:
         """The number ahead, the wait and the duration of each step.
 
         At most `capacity` groups are sampled at a time; the others wait for a place.
@@ -108,7 +112,7 @@ class Plant:
             at = max(asked, heapq.heappop(ready))
             num_left = sum(each <= at for each in ready)
             ahead.delivered(
-                Delivered(interval_s=at - last, waited_s=at - asked, size=1.0, num_left=num_left, limit=None)
+                Delivered(interval_s=at - last, waited_s=at - asked, size=1.0, num_left=num_left, limit=limit)
             )
             steps.append((ahead.batches, at - asked, at - last))
         return steps
@@ -155,6 +159,13 @@ def test_without_noise_it_settles_at_what_the_trainer_needs(
     steps = Plant(train_s=train_s, sample_s=sample_s, capacity=capacity, noise=0.0, seed=0).run(ahead, 400)
     numbers = [number for number, _, _ in steps[200:]]
     assert max(set(numbers), key=numbers.count) == batches
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_number_does_not_drift_up_at_full_servers_that_do_not_say_so(seed: int) -> None:
+    ahead = SamplingAhead()
+    plant = Plant(train_s=1.0, sample_s=8.0, capacity=2, noise=0.9, seed=seed)
+    assert max(number for number, _, _ in plant.run(ahead, 2000, SamplingLimit.UNKNOWN)) == 3
 
 
 # --- in the state of the rollout API --------------------------------------------------------------------------------
@@ -222,10 +233,15 @@ def test_with_a_staleness_bound_slots_decide_and_no_number_is_told() -> None:
 def test_servers_are_the_limit_where_they_are_for_every_environment() -> None:
     state = state_with_environments(2)
     limits = []
-    for first, second in (("servers", "batches_ahead"), ("servers", "workers"), ("workers", "workers")):
+    for first, second in (
+        ("servers", "unknown"),
+        ("servers", "batches_ahead"),
+        ("servers", "workers"),
+        ("workers", "workers"),
+    ):
         state.report_limit(0, SamplingLimit(first))
         state.report_limit(1, SamplingLimit(second))
         ahead = state.batches_ahead(0.0)
         assert ahead is not None
         limits.append(ahead.limit)
-    assert limits == [SamplingLimit.BATCHES_AHEAD, SamplingLimit.SERVERS, SamplingLimit.WORKERS]
+    assert limits == [SamplingLimit.UNKNOWN, SamplingLimit.BATCHES_AHEAD, SamplingLimit.SERVERS, SamplingLimit.WORKERS]
