@@ -13,11 +13,13 @@ import importlib.util
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_engine.errors import ModelError
+from grpo_engine.wire.file_locks import lock_holder
 from grpo_engine.wire.log_lines import MODEL_MADE
 
 LOCAL_MODELS: dict[str, str] = {
@@ -46,6 +48,10 @@ _RECIPE_FILES = {
     "local/smollm2-135m-instruct": ("models/smollm2.py",),
     **dict.fromkeys(RANDOM_MODEL_BYTES, ("models/random_models.py", "models/tiny_tokenizer.py")),
 }
+
+MADE_WITHIN_S = 1800.0
+"""Longest wait for the process that makes a model: for 16 GB on a slow disk, not without end."""
+_POLL_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +91,11 @@ def smollm2_gguf() -> Path | None:
 def make_once(name: str, make: Callable[[Path], None]) -> Path:
     """The folder of the model `name`, created by `make(empty folder)` if it does not exist.
 
-    Blocks while another process creates it.
+    Blocks while another process creates it, for at most `MADE_WITHIN_S`.
 
     Raises:
-        ModelError: the cache folder cannot be written, or has too little space; errors of `make` propagate.
+        ModelError: the cache folder cannot be written, or has too little space, or another process holds its lock;
+            errors of `make` propagate.
     """
     folder = local_model_folder(name)
     if folder.is_dir():
@@ -133,5 +140,26 @@ def _cache_root() -> Path:
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on `path`, which the kernel releases when its holder exits."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        _take(file.fileno(), path)
         yield
+
+
+def _take(lock: int, path: Path) -> None:
+    began, has_waited = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if has_waited and time.monotonic() <= began + MADE_WITHIN_S:
+                time.sleep(_POLL_S)
+                continue
+            pid = lock_holder(os.fstat(lock))
+            who = "a process that is not visible here" if pid is None else f"pid {pid}"
+            if has_waited:
+                raise ModelError(
+                    f"{path} is locked since {MADE_WITHIN_S:g} s by {who}: wait until it has made the model, or end it"
+                ) from None
+            has_waited = True
+            log.info("waiting for %s, which holds %s", who, path)
+        else:
+            return

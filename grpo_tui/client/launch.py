@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from grpo_engine.errors import GrpoError, PeerUnavailable
 from grpo_engine.wire.access_token import write_token
 from grpo_engine.wire.codec import write_atomically
+from grpo_engine.wire.file_locks import lock_holder
 from grpo_engine.wire.run_folder import PLAN_FILE, RESOLVED_FILE, SETTINGS_FILE, START_LOCK_FILE
 from grpo_engine.wire.supervisor import Hello
 from grpo_tui.client.local import NoSuchRun, Run, StartRefused, is_over, look_at, lost_runs
@@ -40,7 +41,7 @@ from grpo_tui.paths import (
 )
 from grpo_tui.supervisor.keeper.client import end_of
 from grpo_tui.supervisor.keeper.owners import owner_of
-from grpo_tui.supervisor.keeper.proc import ProcessId, lock_holder, read_stat, send_signal, user_name
+from grpo_tui.supervisor.keeper.proc import ProcessId, read_stat, send_signal, user_name
 from grpo_tui.supervisor.lock import has_daemon, listening_daemon
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import from_line, write_json_atomically
+from grpo_engine.wire.file_locks import lock_holder
 from grpo_engine.wire.run_folder import SWEEP_FILE, SWEEPS
 from grpo_engine.wire.sweeps import SweepMark
 from grpo_tui.paths import LOGS, is_name, is_own
 from grpo_tui.run_files.whole_file import read_whole
-from grpo_tui.supervisor.keeper.proc import arguments, lock_holder, read_stat, send_signal, uid_of
+from grpo_tui.supervisor.keeper.proc import arguments, read_stat, send_signal, uid_of
 
 ASKED_FILE = "sweep.toml"
 RESULTS_FILE = "results.json"

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from grpo_engine.errors import ConfigError, GrpoError
+from grpo_engine.wire.file_locks import lock_holder
 from grpo_engine.wire.run_folder import SWEEP_FILE
 from grpo_tui.cli.sweep import resume_command, status_command, stop_command
 from grpo_tui.keeper_process import Stat
 from grpo_tui.paths import ForeignFolder
 from grpo_tui.run_files.metrics import read_line
-from grpo_tui.supervisor.keeper.proc import lock_holder
 from grpo_tui.sweeps import files
 from grpo_tui.sweeps.asked import Asked
 from grpo_tui.sweeps.files import SWEEP_LOCK_FILE, ask_to_stop, read_mark

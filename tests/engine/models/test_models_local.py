@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from grpo_engine.data.puzzles import PuzzleTask
 from grpo_engine.errors import ModelError, UnusableModel
+from grpo_engine.models import local
 from grpo_engine.models.loading import load_config, load_model, load_tokenizer, resolve_model
 from grpo_engine.models.local import local_model_folder, make_once
 from grpo_engine.models.tiny import make_tiny, sampled_reward
@@ -80,6 +82,21 @@ def test_an_incomplete_model_of_a_killed_process_is_never_used(empty_cache: Path
     assert make_once("local/tiny", lambda inner: seen.append(list(inner.iterdir()))) == folder
     assert seen == [[]]
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"]
+
+
+def test_a_lock_that_is_held_without_end_is_an_error_that_names_its_holder(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(local, "MADE_WITHIN_S", 0.1)
+    folder = local_model_folder("local/tiny")
+    folder.parent.mkdir(parents=True)
+    caplog.set_level("INFO")
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ModelError, match=rf"lock is locked since 0\.1 s by pid {os.getpid()}: .*or end it"):
+            make_once("local/tiny", lambda _: pytest.fail("made beside another"))
+    assert f"waiting for pid {os.getpid()}" in caplog.text
+    assert make_once("local/tiny", lambda _: None) == folder
 
 
 def test_a_recipe_that_fails_leaves_no_model(empty_cache: Path) -> None:
