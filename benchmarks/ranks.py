@@ -218,7 +218,7 @@ def ours(options: argparse.Namespace, ranks: RankGroup, device: str) -> Callable
         )
         torch.cuda.empty_cache()
     trainee = Trainee(
-        BridgeModel(model=model, is_shared=False, policy_version=0, save=lambda folder: None), config, ranks
+        BridgeModel(model=model, is_shared=False, policy_version=0, save=lambda folder, tensors: None), config, ranks
     )
     length, vocabulary = options.row_tokens + 1, model.config.vocab_size
     generator = torch.Generator().manual_seed(1)

@@ -135,7 +135,7 @@ def ours(options: Namespace, model: PreTrainedModel, batch: Batch, words: list[s
             **apply_overrides({}, words),
         }
     )
-    attached = BridgeModel(model=model, is_shared=True, policy_version=0, save=lambda folder: None)
+    attached = BridgeModel(model=model, is_shared=True, policy_version=0, save=lambda folder, tensors: None)
     trainee = Trainee(attached, config)
     position = trainee.ranks.position = TimedPosition(torch.device(options.device))
 

@@ -91,6 +91,7 @@ DOTTED: Mapping[str, Named] = {
     "env.dataset": Named(env="task"),
     "env.num_envs": Named(env="max_workers"),
     "train.total_dialog_turns": Named(train="total_dialog_turns"),
+    "checkpoint.async_mode": Named(train="checkpoint_async_mode"),
     "train.checkpoint_frequency": Named(train="checkpoint_interval"),
     "train.optim_batch_size": Named(train="batch_size", note="sequences that are computed at once"),
     "train.gradient_accumulation_steps": Named(train="gradient_accumulation_steps"),

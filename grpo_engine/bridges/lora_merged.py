@@ -9,7 +9,7 @@ by a killed trainer are never taken for the base.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -114,5 +114,5 @@ class MergedAdapterBridge(InPlaceBridge):
         """No tensor is copied: the next server loads the same base, and the adapter is not in its memory."""
         return False
 
-    def _save(self, folder: Path) -> None:
-        save_model(self._model, self._context.model_name, folder)
+    def _save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        save_model(self._model, self._context.model_name, folder, tensors)

@@ -18,6 +18,7 @@ from grpo_engine.retrying import never
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from grpo_engine.bridges.engine import InProcessEngine
@@ -89,11 +90,14 @@ class BridgeModel:
     """Whether writing into a parameter changes what inference reads."""
     policy_version: int
     """What the server served when the bridge attached."""
-    save: Callable[[Path], None]
-    """Writes the model (or its adapter) and the tokenizer into a folder, as transformers, PEFT and vLLM load them; on
-    all ranks."""
+    save: Callable[[Path, Mapping[str, Tensor]], None]
+    """Writes the model (or its adapter) with values by `tensors`, and the tokenizer, into a folder, as transformers,
+    PEFT and vLLM load them; on rank 0, in any thread."""
+    tensors: Callable[[], Mapping[str, Tensor]] | None = None
+    """Gathers what `save` writes, on all ranks, in main memory of rank 0; None: nothing has to be gathered, the values
+    are the model's own."""
     prepare_save: Callable[[], None] = nothing
-    """Called before `save`, on rank 0 alone."""
+    """Called before the values to save are taken, on rank 0 alone."""
     unmerged: Callable[[], AbstractContextManager[None]] = nullcontext
     """Within, the model computes with its current parameters; outside it may compute with those published last, as
     where an adapter is merged into the weights that inference reads."""
@@ -214,8 +218,11 @@ class Mode(Config):
 class Placement(Protocol):
     """Where the trained parameters live, for transports that write files."""
 
-    def save(self, folder: Path) -> None:
-        """Write what is trained, the model or its adapter, with its tokenizer, for a checkpoint of the trainer."""
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """See `BridgeModel`."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The values that `save` writes; on all ranks, and gathered where the model is sharded."""
 
     def load(self) -> PreTrainedModel | PeftModel:
         """Load the model to train; called once."""

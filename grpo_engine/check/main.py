@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from grpo_engine.bridges import Bridge, BridgeModel
 from grpo_engine.bridges.memory.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
 from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.bridges.transport.in_place import InPlaceSettings
+from grpo_engine.bridges.transport.saving import save_model
 from grpo_engine.check.alignment import difference, judge_alignment, judge_order
 from grpo_engine.check.changing import check_canary
 from grpo_engine.check.config import CheckConfig
@@ -218,7 +220,9 @@ def _other_trainer(config: CheckConfig) -> ProcessIdentity | None:
 
 def _separate_copy(config: CheckConfig) -> BridgeModel:
     model = load_model(config.model_name, dtype=config.dtype, device=trainable_device(config.device))
-    return BridgeModel(model=model, is_shared=False, policy_version=0, save=model.save_pretrained)
+    return BridgeModel(
+        model=model, is_shared=False, policy_version=0, save=partial(save_model, model, config.model_name)
+    )
 
 
 def _check_samples(session: _Session, trainer: TrainerSide, band: NoiseBand, report: Report) -> list[Sample]:

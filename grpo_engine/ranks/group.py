@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -75,6 +76,7 @@ class RankGroup:
         self._is_announced = False
         self.announcements: dist.ProcessGroup | None = None
         """All ranks by Gloo, without a time limit worth the name."""
+        self._background: dist.ProcessGroup | None = None
         if place is None:
             return
         if device.startswith("cuda"):
@@ -205,6 +207,14 @@ class RankGroup:
                 dist.broadcast(values, src=0)
             self._spread(values, tensors)
 
+    def in_background(self) -> BackgroundRanks:
+        """The same ranks for another thread of each, beside all that is announced; called on all ranks."""
+        if self.size > 1 and self._background is None:
+            with closed_to_others():
+                self._background = dist.new_group(backend="gloo", timeout=WAITING_LIMIT)
+            self._refuse_strangers()
+        return BackgroundRanks(rank=self.rank, size=self.size, device=self.device, announcements=self._background)
+
     def norm(self, local: Tensor) -> Tensor:
         """The 2-norm over all ranks of what each holds, of the norms of their parts."""
         if self.size == 1:
@@ -247,6 +257,33 @@ class RankGroup:
                 f"announcement within rank_timeout_s: {error}"
             ) from error
         return box[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackgroundRanks:
+    """The ranks of a trainer, seen from a thread that has its own connections to theirs: their collective operations
+    do not interleave with those of training."""
+
+    rank: int
+    size: int
+    device: str
+    announcements: dist.ProcessGroup | None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """See `RankGroup`."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self.announcements)
+        except RuntimeError as error:
+            raise RanksFailed(f"rank {self.rank}: another rank has exited: {error}") from error
+        return values
 
 
 def refuse_strangers(member: str, *, services: Collection[int] = ()) -> None:

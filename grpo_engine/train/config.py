@@ -271,6 +271,10 @@ class TrainConfig(Config):
     """Whether to save at all; runs that only measure need no checkpoints."""
     keep_checkpoints: int = Field(3, ge=1)
     """Checkpoints that are kept, the newest first."""
+    checkpoint_async_mode: Literal["auto", "disabled", "async", "async_with_pinned_mem"] = "auto"
+    """Whether training goes on while a checkpoint is written, from a copy of the state in main memory: as torchtitan's
+    setting checkpoint.async_mode, where pinned memory takes longer the first time and less from then on. auto: where
+    the copy fits into three quarters of the free main memory at the first checkpoint, pinned for a GPU."""
     resume: bool = True
     """Resume from the newest checkpoint in save_path, if there is one."""
     journal: bool = True

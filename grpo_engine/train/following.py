@@ -12,7 +12,7 @@ from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.memory.rehearsal import Rehearsal, rehearse_step
 from grpo_engine.train.step import GradientStep, gradient_step
-from grpo_engine.train.trainee import LoadUntrained, RestoreState, Trainee, TrainingDiverged, WriteState
+from grpo_engine.train.trainee import CopyState, LoadUntrained, RestoreState, Trainee, TrainingDiverged, WriteState
 
 
 class Finished:
@@ -59,11 +59,14 @@ def follow(
                 case WriteState():
                     with suppress(OSError):  # rank 0 has an error too, and logs it
                         trainee.write_state(work.folder)
+                case CopyState():
+                    trainee.begin_write(work.folder)
                 case RestoreState():
                     trainee.restore(checkpoints.load(work.folder, model_name=config.model_name))
                 case LoadUntrained():
                     trainee.load_untrained()
                 case Finished():
+                    trainee.finish_writing()
                     return
                 case _ if type(work) in further:
                     further[type(work)](work)

@@ -15,14 +15,15 @@ from pathlib import Path
 
 from grpo_engine.bridges import Bridge
 from grpo_engine.data.rollout_source import RolloutSource
-from grpo_engine.errors import CheckpointError, DataError, GrpoError, PeerUnavailable
-from grpo_engine.ranks.group import RankGroup
+from grpo_engine.errors import DataError, GrpoError, PeerUnavailable
+from grpo_engine.ranks.group import RankGroup, RanksFailed
 from grpo_engine.retrying import never
 from grpo_engine.serving.reporting import Reporter
 from grpo_engine.train.batch import drop_stale, metrics_by_environment, trainable_batch
 from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.checkpointing.journal import Journal, JournalEntry
 from grpo_engine.train.checkpointing.resuming import find_start
+from grpo_engine.train.checkpointing.writing import CheckpointWriter
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.evaluation import Evaluator
 from grpo_engine.train.memory.rehearsal import out_of_memory_explained, rehearse_step
@@ -91,30 +92,12 @@ def train(
     source.resume_after(lease)
     log.info(TRAINER_READY.text, config.model_name, config.bridge.mode, step, config.training_steps)
 
-    saved_step = step
-
-    def save(*, required: bool) -> None:
-        """Write a checkpoint after the current step; a failure is only logged unless `required`."""
-        nonlocal saved_step
-        if step == saved_step or not config.save_checkpoints:
-            return
-        try:
-            trainee.save(save_path, step=step, policy_version=version, lease=lease, settings=settings)
-        except CheckpointError as error:
-            if required:
-                raise
-            log.error("%s; training continues, the next checkpoint is tried when due", error)
-            effect = f"no checkpoint of step {step}; training continues, the next one is tried when due"
-            reporter.cannot_write(save_path, error.__cause__ or error, effect=effect)
-        else:
-            reporter.can_write(save_path)
-            saved_step = step
-            journal.forget(through=step)
-
+    writer = CheckpointWriter(trainee, journal, save_path, saved_step=step, settings=settings, reporter=reporter)
     try:
         if start.recorded_through == 0:
             recorder.record_untrained(version, evaluator.measure_if_due(0, version))
         while step < config.training_steps and not stop():
+            writer.poll()
             began = time.perf_counter()
             entry = journal.read(step + 1)  # the batch of this step, if a trainer was killed in or after it
             waits: Mapping[str, float] = {}
@@ -185,19 +168,25 @@ def train(
                     "train/busy_fraction": (published - fetched) / (published - began),
                     **trainee.utilization(published - began),
                     **waits,
+                    **writer.metrics(),
                 }
                 sent = update.metrics() if update is not None else {}
                 measured = {**result.metrics, **metrics_by_environment(batch, environments), **times, **sent}
                 recorder.step(step, version, {**measured, **trainee.memory_metrics(), **evaluated})
             if config.checkpoint_interval and step % config.checkpoint_interval == 0:
-                save(required=False)
+                writer.save(step, policy_version=version, lease=lease)
+    except RanksFailed:
+        writer.abandon()  # the rank that failed may never write its part
+        raise
     except GrpoError as error:  # the steps until now are kept
         if not (stop() and isinstance(error, PeerUnavailable)):
-            save(required=False)
+            writer.save_last(step, policy_version=version, lease=lease, required=False)
             raise
         log.info("stopped while waiting: %s", error)
+    finally:
+        writer.wait()
 
-    save(required=True)
+    writer.save_last(step, policy_version=version, lease=lease)
     log.info(
         "Training finished." if step >= config.training_steps else f"stopped after step {step}; a restart resumes there"
     )

@@ -21,7 +21,7 @@ FREE_SETTINGS = frozenset(
             "dry_run",
             "card_gb",
         ),
-        *("save_path", "checkpoint_interval", "keep_checkpoints"),
+        *("save_path", "checkpoint_interval", "keep_checkpoints", "checkpoint_async_mode"),
         *("eval_every", "eval_prompts", "eval_samples", "eval_timeout_s", "resume", "journal", "run_folder", "log_dir"),
         *("rollouts_every", "rollouts_groups", "rollouts_max_mb", "use_wandb", "wandb_project", "wandb_group"),
         *("use_tensorboard", "use_trackio", "trackio_project", "benchmark"),

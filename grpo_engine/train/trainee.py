@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from grpo_engine.bridges import BridgeModel
+from grpo_engine.bridges.transport.saving import own_tensors
 from grpo_engine.data.batching import Batch
 from grpo_engine.errors import GrpoError
 from grpo_engine.models.config import OptimizerSettings, parse_layer_indices
@@ -30,14 +32,15 @@ from grpo_engine.models.places import add_up_copies, equalize_copies, is_split, 
 from grpo_engine.models.sharded import compute_device, part_of, part_of_state
 from grpo_engine.ranks.group import RankGroup
 from grpo_engine.train.checkpointing import checkpoints
-from grpo_engine.train.checkpointing.sharded_state import is_sharded_state, read_sharded, write_sharded
+from grpo_engine.train.checkpointing.sharded_state import is_sharded_state, read_sharded, stored_parts
+from grpo_engine.train.checkpointing.staged_state import BackgroundWriter, StagedState
+from grpo_engine.train.checkpointing.staging import StagingMemory, copy_bytes
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.reference import load_reference
 from grpo_engine.train.scoring import Scorer
 from grpo_engine.train.unused_settings import settings_without_effect
 from grpo_engine.train.utilization import ModelFlops, peak_flops
-from grpo_engine.wire.checkpoints import TRAINER_SETTINGS, CheckpointMarker
-from grpo_engine.wire.codec import write_json_atomically
+from grpo_engine.wire.checkpoints import CheckpointMarker
 from grpo_engine.wire.log_lines import PARAMETERS_TRAINED
 
 log = logging.getLogger(__name__)
@@ -51,6 +54,16 @@ class WriteState:
 
     def __str__(self) -> str:
         return f"writing {self.folder.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyState:
+    """Work of all ranks: `Trainee.begin_write` of a copy of the state into a folder."""
+
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"copying the state for {self.folder.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +103,9 @@ class Trainee:
             log.warning("%s", sentence)
         self.model = attached.model
         self._prepare_save, self._save_model = attached.prepare_save, attached.save
+        self._tensors_to_save = attached.tensors or partial(own_tensors, attached.model)
+        self._staging = StagingMemory(is_pinned=config.checkpoint_async_mode != "async")
+        self._writer = BackgroundWriter()
         self._is_shared = attached.is_shared
         self.unmerged = attached.unmerged
         """See `BridgeModel.unmerged`."""
@@ -261,15 +277,59 @@ class Trainee:
         Raises:
             CheckpointError: the disk is full or a write fails.
         """
-        marker = CheckpointMarker(
-            step=step,
-            policy_version=policy_version,
-            model_name=self.config.model_name,
-            bridge=self.config.bridge.mode,
-            lease=lease,
-            settings=dict(settings),
-        )
+        marker = self._marker(step, policy_version, lease, settings)
         return checkpoints.save(save_path, marker, self.write_state, keep=self.config.keep_checkpoints)
+
+    def begin_save(
+        self, save_path: Path, *, step: int, policy_version: int, lease: str, settings: Mapping[str, Any]
+    ) -> Future[float]:
+        """Copy the state, and write it as `save` does in a thread; on rank 0, when nothing else is being written.
+
+        The result is how many seconds the thread took, or its error as of `save`.
+        """
+        marker = self._marker(step, policy_version, lease, settings)
+        folder = checkpoints.unfinished_folder(save_path, step)
+        self._prepare_save()
+        with self.ranks.together(CopyState(folder)):
+            staged, ranks = self._staged(self._staging), self.ranks.in_background()
+        has_folder = False
+
+        def write(folder: Path) -> None:
+            nonlocal has_folder
+            has_folder = True
+            staged.write(folder, ranks)
+
+        def save() -> None:
+            try:
+                checkpoints.save(save_path, marker, write, keep=self.config.keep_checkpoints)
+            finally:
+                if not has_folder:
+                    staged.abandon(ranks)
+
+        return self._writer.start(save, device=self.device)
+
+    def begin_write(self, folder: Path) -> None:
+        """Take part in `begin_save`, on a rank other than 0."""
+        self.finish_writing()
+        staged, ranks = self._staged(self._staging), self.ranks.in_background()
+
+        def write() -> None:
+            with suppress(OSError):  # rank 0 has an error too, and logs it
+                staged.write(folder, ranks)
+
+        self._writer.start(write, device=self.device)
+
+    def finish_writing(self) -> None:
+        """Wait for the thread of `begin_write`; raises what it raised."""
+        self._writer.wait()
+
+    def num_copied_bytes(self) -> int:
+        """What the copies of `begin_save` take, on all ranks of a machine; at least, where the model is gathered."""
+        state: dict[str, Any] = {"masters": self._masters.state_dict(), "optimizer": self._optimizer.state_dict()}
+        if not self._masters.are_parts:
+            return copy_bytes({**state, "model": self._tensors_to_save()})
+        whole: int = sum(math.prod(whole_shape(each)) * each.element_size() for each in self.model.parameters())
+        return whole + copy_bytes(state) * math.ceil(self.ranks.size / self.config.nodes)
 
     def write_state(self, folder: Path) -> None:
         """Write the model and all that `restore` needs into an empty folder.
@@ -279,33 +339,47 @@ class Trainee:
         """
         if self.ranks.leads:
             self._prepare_save()
+        else:
+            self.finish_writing()
         with self.ranks.together(WriteState(folder)):
-            failure: OSError | SafetensorError | None = None
-            self.ranks.position.at("the model")
-            try:
-                self._save_model(folder)
-            except (OSError, SafetensorError) as error:
-                failure = error
-            if any(self.ranks.gather(failure is not None)):  # the others are about to write their parts
-                raise failure or OSError("rank 0 could not write the model")
-            masters, optimizer = self._masters.state_dict(), self._optimizer.state_dict()
-            if self._masters.are_parts:
-                by_name = {
-                    name: optimizer["state"].get(number, {}) for number, name in enumerate(self._stepped_names())
-                }
-                write_sharded(folder, self._parameters(), masters, by_name, self.ranks)
-                masters, optimizer = {}, {}
-            random = self.ranks.gather(checkpoints.random_state(self.device))
-            if self.ranks.leads:
-                checkpoints.write_state_files(
-                    folder,
-                    masters=masters,
-                    optimizer=optimizer,
-                    random=random,
-                    bad_steps=self._bad_steps,
-                    loss_scale=self._scaler.state_dict(),
-                )
-                write_json_atomically(folder / TRAINER_SETTINGS, self.config, mode=0o600)
+            self._staged().write(folder, self.ranks)
+
+    def _marker(self, step: int, policy_version: int, lease: str, settings: Mapping[str, Any]) -> CheckpointMarker:
+        return CheckpointMarker(
+            step=step,
+            policy_version=policy_version,
+            model_name=self.config.model_name,
+            bridge=self.config.bridge.mode,
+            lease=lease,
+            settings=dict(settings),
+        )
+
+    def _staged(self, memory: StagingMemory | None = None) -> StagedState:
+        """The state as it is now, on all ranks; copied into memory that outlasts the next step, if given."""
+        self.ranks.position.at("the model")
+        model = self._tensors_to_save() if self._masters.are_parts or self.ranks.leads else {}
+        masters, optimizer = self._masters.state_dict(), self._optimizer.state_dict()
+        are_parts, parts = self._masters.are_parts, None
+        if memory is not None:
+            own, masters, optimizer = memory.copy(({} if are_parts else model, masters, optimizer))
+            model = model if are_parts else own  # gathered: in main memory already
+        if are_parts:
+            by_name = {name: optimizer["state"].get(number, {}) for number, name in enumerate(self._stepped_names())}
+            parts = stored_parts(self._parameters(), masters, by_name, self.ranks.rank)
+            masters, optimizer = {}, {}
+        return StagedState(
+            model=model,
+            save_model=self._save_model,
+            parts=parts,
+            files={
+                "masters": masters,
+                "optimizer": optimizer,
+                "random": self.ranks.gather(checkpoints.random_state(self.device)),
+                "bad_steps": self._bad_steps,
+                "loss_scale": self._scaler.state_dict(),
+            },
+            config=self.config,
+        )
 
     def restore(self, state: checkpoints.TrainerState) -> CheckpointMarker:
         """Load the state of a checkpoint; the model's parameters change with the next `write_weights`.

@@ -58,6 +58,10 @@ BATCHES_AHEAD, SERVERS_FULL, WORKERS_FULL = "rollout/batches_ahead", "rollout/se
 """How far environments may sample ahead, where that follows what the trainer needs (neither `max_batches_offpolicy` nor
 `max_staleness` is set); and 1 where instead of it the servers, or `max_workers`, keep them from sampling more."""
 
+CHECKPOINT_WAIT, CHECKPOINT_WRITE = "train/checkpoint_wait_time", "train/checkpoint_write_time"
+"""Of the step after a checkpoint: seconds that training stood still for it, which are no part of a step's time. Of the
+step in which one was complete: seconds that its writing took, in the background where the state is copied."""
+
 RANK_PREFIX = "rank/"
 """Prefix of what is measured of each rank of a trainer that has several: `rank/<r>/step_time`, seconds of its share of
 the step, and `rank/<r>/wait_time`, by how many of them it is longer in collective operations than the rank that is

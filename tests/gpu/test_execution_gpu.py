@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from training import saving
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo_engine.bridges import BridgeModel
@@ -54,7 +55,7 @@ def gradients(rows: Batch, *, shares_prompts: bool = True, **settings: object) -
     config = TrainConfig.model_validate(
         {"model_name": "test/model", "optimizer": "adamw", "device": "cuda", "seq_len": 1024, **settings}
     )
-    trainee = Trainee(BridgeModel(model=model, is_shared=False, policy_version=0, save=model.save_pretrained), config)
+    trainee = Trainee(BridgeModel(model=model, is_shared=False, policy_version=0, save=saving(model)), config)
     trainee._scorer.shares_prompts = shares_prompts
     logprobs, entropy = trainee.logprobs(rows)
     torch.autograd.backward((logprobs * rows.rewards.to("cuda")[:, None] + 0.1 * entropy).sum())

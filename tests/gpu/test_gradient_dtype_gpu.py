@@ -14,6 +14,7 @@ from typing import get_args
 import pytest
 import torch
 from torch import nn
+from training import saving
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from grpo_engine.bridges import BridgeModel
@@ -153,7 +154,7 @@ def trainee(pretrained: LlamaConfig, config: TrainConfig) -> Trainee:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(pretrained, dtype=torch.bfloat16)
-    return Trainee(BridgeModel(model=model, is_shared=True, policy_version=0, save=model.save_pretrained), config)
+    return Trainee(BridgeModel(model=model, is_shared=True, policy_version=0, save=saving(model)), config)
 
 
 @pytest.mark.parametrize(

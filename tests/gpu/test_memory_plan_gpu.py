@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from training import saving
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from grpo_engine.bridges import BridgeModel
@@ -92,7 +93,7 @@ def trainee(pretrained: PreTrainedConfig, config: TrainConfig) -> Trainee:
         model = AutoModelForCausalLM.from_config(pretrained, dtype=torch.bfloat16)
     if config.bridge.mode == "lora_only":
         model = add_lora(model, LoraSettings(rank=config.lora_r, target_modules=config.lora_target_modules))
-    return Trainee(BridgeModel(model=model, is_shared=False, policy_version=0, save=model.save_pretrained), config)
+    return Trainee(BridgeModel(model=model, is_shared=False, policy_version=0, save=saving(model)), config)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from training import saving
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo_engine.bridges import BridgeModel
@@ -95,7 +96,7 @@ def trained_on(device: str, changes: dict[str, object], other_model: Path) -> tu
         **({"reference_model": str(other_model)} if "kl_coef" in changes else {}),
     }
     shared = model().to(device)
-    attached = BridgeModel(model=shared, is_shared=True, policy_version=0, save=shared.save_pretrained)
+    attached = BridgeModel(model=shared, is_shared=True, policy_version=0, save=saving(shared))
     subject = Trainee(attached, TrainConfig.model_validate({**table, **changes}))
     before = [p.detach().clone() for p in shared.parameters()]
     result = gradient_step(subject, batch(), step=0, policy_version=0)
@@ -122,7 +123,7 @@ def test_the_reference_under_adapters_is_the_base_model_in_bf16_on_a_gpu() -> No
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.5)
-    attached = BridgeModel(model=adapted, is_shared=False, policy_version=0, save=adapted.save_pretrained)
+    attached = BridgeModel(model=adapted, is_shared=False, policy_version=0, save=saving(adapted))
     config = TrainConfig(model_name="test/model", optimizer="adamw", kl_coef=0.1, seq_len=64)
     subject = Trainee(attached, config)
     assert subject.reference is not None

@@ -74,7 +74,9 @@ def _train(folder: Path, model: str) -> int:
             follow(config, config.bridge.rank_placement(context), ranks)
             return 0
         placement = ShardedModel(context)
-        attached = BridgeModel(model=placement.load(), is_shared=False, policy_version=0, save=placement.save)
+        attached = BridgeModel(
+            model=placement.load(), is_shared=False, policy_version=0, save=placement.save, tensors=placement.tensors
+        )
         trainee = Trainee(attached, config, ranks)
         training = Training(model=Path(model), folder=folder, num_ranks=2)
         step = 0

@@ -61,6 +61,8 @@ class Training:
     """Of a rank's wait for another."""
     is_stopped_early: bool = False
     """Whether rank 0 is stopped before it loads the model."""
+    is_copied: bool = False
+    """Whether the checkpoint is written in the background while another step is computed."""
     is_disk_full: bool = False
     """Whether a first save fails on rank 0, before the one that counts."""
     file: BridgeFile | None = None
@@ -186,6 +188,7 @@ def _lead(training: Training, config: TrainConfig, context: BridgeContext, ranks
         part = MappedPart(str(training.model), training.file, ranks)
         model = BridgeModel(
             **{"model": part.model, "is_shared": True, "policy_version": 0, "save": part.save},
+            tensors=part.tensors_to_save,
             prepare_save=lambda: None if part.is_mapped else part.write(trainee.write_weights),
         )
         trainee = Trainee(model, config, ranks)
@@ -195,14 +198,22 @@ def _lead(training: Training, config: TrainConfig, context: BridgeContext, ranks
         placement: Placement = config.bridge.rank_placement(context)
     else:
         placement = AdaptedModel(context) if config.bridge.trains_adapter else OwnModel(context)
-    model = BridgeModel(model=placement.load(), is_shared=False, policy_version=0, save=placement.save)
+    model = BridgeModel(
+        model=placement.load(), is_shared=False, policy_version=0, save=placement.save, tensors=placement.tensors
+    )
     trainee = Trainee(model, config, ranks)
     save_path = training.folder / "checkpoints"
     metrics = _train_steps(training, trainee, save_path, trainee.write_weights)
     if training.is_disk_full:
         with pytest.raises(CheckpointError, match="no space"):
             _save_on_a_full_disk(trainee, save_path)
-    trainee.save(save_path, step=training.steps.stop, policy_version=0, lease="", settings={})
+    if training.is_copied:
+        seconds = trainee.begin_save(save_path, step=training.steps.stop, policy_version=0, lease="", settings={})
+        gradient_step(trainee, batch_of(training, training.steps.stop), step=training.steps.stop, policy_version=0)
+        trainee.write_weights()
+        seconds.result()
+    else:
+        trainee.save(save_path, step=training.steps.stop, policy_version=0, lease="", settings={})
     for folder in (TRAINED, SHARED):
         shutil.rmtree(training.folder / folder, ignore_errors=True)
     (training.folder / TRAINED).mkdir()
@@ -248,8 +259,8 @@ def _train_steps(
 
 
 def _save_on_a_full_disk(trainee: Trainee, save_path: Path) -> None:
-    def fail(folder: Path) -> None:
-        write(folder)
+    def fail(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        write(folder, tensors)
         raise OSError(errno.ENOSPC, "no space")
 
     write, trainee._save_model = trainee._save_model, fail

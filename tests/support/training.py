@@ -37,10 +37,15 @@ def small_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
 
 
+def saving(model: PreTrainedModel, **options: Any) -> Callable[[Path, Mapping[str, torch.Tensor]], None]:
+    """Writes a model without a tokenizer, as `BridgeModel.save` does."""
+    return lambda folder, tensors: model.save_pretrained(folder, state_dict=dict(tensors), **options)
+
+
 def attached(model: PreTrainedModel, *, is_shared: bool = True, **changes: Any) -> BridgeModel:
     """The model as a bridge hands it to a trainer."""
     return BridgeModel(
-        **{"model": model, "is_shared": is_shared, "policy_version": 0, "save": model.save_pretrained, **changes}
+        **{"model": model, "is_shared": is_shared, "policy_version": 0, "save": saving(model), **changes}
     )
 
 
@@ -56,6 +61,7 @@ def settings(**changes: object) -> TrainConfig:
         "device": "cpu",
         "training_steps": 6,
         "checkpoint_interval": 2,
+        "checkpoint_async_mode": "disabled",  # so that what is on the disk after a step depends on no thread
     }
     return TrainConfig.model_validate({**base, **changes})
 

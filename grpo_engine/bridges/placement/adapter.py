@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_engine.bridges.protocol import BridgeContext
-from grpo_engine.bridges.transport.saving import save_model, write_whole
+from grpo_engine.bridges.transport.saving import own_tensors, save_model, write_whole
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -57,9 +57,13 @@ class AdaptedModel:
         for name, weight in merged_weights(self._model):
             receive({name: weight})
 
-    def save(self, folder: Path) -> None:
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The adapter's own, which each rank has whole."""
+        return own_tensors(self._model)
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the adapter and the tokenizer."""
-        save_model(self._model, self._context.model_name, folder)
+        save_model(self._model, self._context.model_name, folder, tensors)
 
     def max_bytes(self) -> int:
         """Size of two checkpoints: frozen tensors count once."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_engine.bridges.memory.cuda_tensors import map_cuda_tensors
 from grpo_engine.bridges.memory.shared_tensors import map_tensors
-from grpo_engine.bridges.transport.saving import save_model
+from grpo_engine.bridges.transport.saving import own_tensors, save_model
 from grpo_engine.errors import BridgeError
 from grpo_engine.models.loading import load_config, load_model_on_shared
 from grpo_engine.models.places import places_on_rank
@@ -67,9 +67,13 @@ class MappedModel:
         if ranks is not None:
             split_layers(self.model, ranks)
 
-    def save(self, folder: Path) -> None:
+    def tensors_to_save(self) -> Mapping[str, Tensor]:
+        """The model's own."""
+        return own_tensors(self.model)
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the model with its tokenizer, for a checkpoint of the trainer."""
-        save_model(self.model, self._model_name, folder)
+        save_model(self.model, self._model_name, folder, tensors)
 
     def remap(self, file: BridgeFile) -> None:
         """Move the model to another server's memory; the next `write` copies the values there.

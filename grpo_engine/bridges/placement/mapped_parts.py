@@ -5,7 +5,7 @@ Rank 0 decides, and announces what all ranks do with their parts; each thing is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,8 +102,8 @@ class MappedPart(MappedModel):
         with self._ranks.together(ReleaseWeights(kept)), self._agreeing():
             super().release(is_kept=lambda tensor: id(tensor) in kept_ids)
 
-    def save(self, folder: Path) -> None:
-        """Write the whole model, gathered in main memory of rank 0, and its tokenizer."""
+    def tensors_to_save(self) -> Mapping[str, Tensor]:
+        """The whole model's, gathered in main memory of rank 0; on all ranks."""
         tensors: dict[str, Tensor] = {}
         own = dict(self.model.named_parameters())
         for name in (name for names in parameters_by_layer(self.model) for name in names):
@@ -112,8 +112,11 @@ class MappedPart(MappedModel):
             whole = gathered(own[name].data, place, self._ranks)
             if self._ranks.leads:
                 tensors[name] = whole.cpu()
-        if self._ranks.leads:
-            save_model(self._without_values, self._model_name, folder, tensors)
+        return tensors
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the whole model and its tokenizer."""
+        save_model(self._without_values, self._model_name, folder, tensors)
 
     @contextmanager
     def _agreeing(self) -> Iterator[None]:
@@ -147,7 +150,10 @@ class FollowingPart:
         assert isinstance(work, MapWeights), work
         assert self._context.ranks is not None
         self._part = MappedPart(self._context.model_name, work.file, self._context.ranks)
-        return BridgeModel(model=self._part.model, is_shared=True, policy_version=0, save=self._part.save)
+        part = self._part
+        return BridgeModel(
+            model=part.model, is_shared=True, policy_version=0, save=part.save, tensors=part.tensors_to_save
+        )
 
     def take_part(self, work: object, write: Callable[[], None]) -> None:
         """Do what rank 0 has announced; if that fails on any rank, rank 0 goes on or ends the training."""

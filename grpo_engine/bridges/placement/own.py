@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_engine.bridges.protocol import BridgeContext
-from grpo_engine.bridges.transport.saving import save_model
+from grpo_engine.bridges.transport.saving import own_tensors, save_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +48,12 @@ class OwnModel:
 
     def write(self, folder: Path, kept: Path) -> None:
         """Write a whole checkpoint; `kept` is not used."""
-        self.save(folder)
+        self.save(folder, self.tensors())
 
-    def save(self, folder: Path) -> None:
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The model's own."""
+        return own_tensors(self._model)
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the model and its tokenizer."""
-        save_model(self._model, self._context.model_name, folder)
+        save_model(self._model, self._context.model_name, folder, tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,8 +43,12 @@ class ShardedPlacement(ABC):
         """Load this rank's part of the model, on all ranks."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write what is trained, for a checkpoint of the trainer; on all ranks."""
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """See `BridgeModel`."""
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The values that `save` writes; on all ranks."""
 
     @abstractmethod
     def stream(self, receive: Callable[[dict[str, Tensor]], None] | None = None) -> None:
@@ -53,7 +57,7 @@ class ShardedPlacement(ABC):
     def join(self, work: object) -> BridgeModel:
         """Load this rank's part."""
         assert isinstance(work, LoadModel), work
-        return BridgeModel(model=self.load(), is_shared=False, policy_version=0, save=self.save)
+        return BridgeModel(model=self.load(), is_shared=False, policy_version=0, save=self.save, tensors=self.tensors)
 
     def take_part(self, work: object, write: Callable[[], None]) -> None:
         """Gather, where rank 0 does."""
@@ -116,24 +120,31 @@ class ShardedModel(ShardedPlacement):
         stream_on_all_ranks(self._context.ranks, self._model, self._dtype, receive)
 
     def write(self, folder: Path, kept: Path) -> None:
-        """Write a whole checkpoint; `kept` is not used."""
-        self.save(folder)
+        """Write a whole checkpoint, on all ranks; `kept` is not used."""
+        tensors = self.tensors()
+        if self._ranks.leads:
+            self.save(folder, tensors)
 
-    def save(self, folder: Path) -> None:
-        """Write the model, gathered in main memory of rank 0, and its tokenizer; within work of all ranks, on each."""
-        from grpo_engine.bridges.transport.saving import save_model
-
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The model's, gathered in main memory of rank 0."""
         tensors: dict[str, Tensor] = {}
 
         def keep(layer: dict[str, Tensor]) -> None:
             tensors.update({name: tensor.to("cpu", copy=True) for name, tensor in layer.items()})
 
-        ranks = self._context.ranks
-        assert ranks is not None
-        self.stream(keep if ranks.leads else None)
-        if not ranks.leads:
-            return
+        self.stream(keep if self._ranks.leads else None)
+        return tensors
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the model and its tokenizer."""
+        from grpo_engine.bridges.transport.saving import save_model
+
         save_model(self._unsharded, self._context.model_name, folder, tensors)
+
+    @property
+    def _ranks(self) -> RankGroup:
+        assert self._context.ranks is not None
+        return self._context.ranks
 
 
 def stream_on_all_ranks(

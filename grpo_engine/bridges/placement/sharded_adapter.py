@@ -9,7 +9,6 @@ layer and micro-batch, since its dtype is not the base's. Rank 0 publishes and s
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_engine.bridges.placement.adapter import AdaptedModel
@@ -79,13 +78,6 @@ class ShardedAdaptedModel(AdaptedModel, ShardedPlacement):
                     receive({name: merged_weight(layers[name], tensor)})
 
         self.stream(merge)
-
-    def save(self, folder: Path) -> None:
-        """Write the adapter and the tokenizer on rank 0."""
-        ranks = self._context.ranks
-        assert ranks is not None
-        if ranks.leads:
-            super().save(folder)
 
     def _tensors(self, *, with_frozen: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         from grpo_engine.models.merged_lora import adapted_layers, merged_weight, unwrapped_name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -49,8 +49,11 @@ class StreamedPlacement(Protocol):
     def load(self) -> PreTrainedModel:
         """Load the model to train; called once."""
 
-    def save(self, folder: Path) -> None:
-        """Write the model with its tokenizer, for a checkpoint of the trainer."""
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """See `BridgeModel`."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The values that `save` writes; on all ranks."""
 
     def layers(self) -> list[dict[str, tuple[int, ...]]]:
         """Names and shapes of the parameters in the order of `stream`."""
@@ -115,6 +118,7 @@ class BroadcastBridge:
             is_shared=False,
             policy_version=max(info.policy_version for info in infos),
             save=self._placement.save,
+            tensors=self._placement.tensors,
         )
 
     def publish(self, version: int, write: Callable[[], None]) -> Update:

@@ -300,6 +300,7 @@ class InPlaceBridge:
             is_shared=True,
             policy_version=version,
             save=self._weights.save,
+            tensors=self._weights.tensors_to_save,
             prepare_save=self._write_unserved,
         )
 

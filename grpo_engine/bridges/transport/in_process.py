@@ -308,7 +308,10 @@ class InProcessBridge:
         """Start the engines, which then sleep, and load the model."""
         self.engines.start()
         model = self._placement.load()
-        return BridgeModel(model=model, is_shared=False, policy_version=0, save=self._placement.save)
+        placement = self._placement
+        return BridgeModel(
+            model=model, is_shared=False, policy_version=0, save=placement.save, tensors=placement.tensors
+        )
 
     def publish(self, version: int, write: Callable[[], None]) -> Update:
         """Write the new values, and wake the engines; with them, if an update is due."""

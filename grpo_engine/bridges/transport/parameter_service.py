@@ -160,6 +160,7 @@ class ParameterServiceBridge:
             is_shared=False,
             policy_version=max(info.policy_version for info in infos),
             save=self._placement.save,
+            tensors=self._placement.tensors,
         )
 
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,32 +16,44 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+Write = Callable[..., None]
+"""Writes one file."""
+
 _FILE_SIZE = "1GB"
 _WRITER = "safe_save_file"
 """Name of the function in transformers (5.5 to 5.19) that writes one file."""
 
 
+def own_tensors(model: PreTrainedModel | PeftModel) -> dict[str, Tensor]:
+    """What `save_model` writes of a model: all values, or only those of the adapter if PEFT wraps it; not copied."""
+    if not hasattr(model, "get_base_model"):
+        return dict(model.state_dict())
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if ".lora_" in name}
+
+
 def save_model(
     model: PreTrainedModel | PeftModel, model_name: str, folder: Path, tensors: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write a model (only the adapter if PEFT wraps it) with the tokenizer of `model_name`.
+    """Write a model (only the adapter if PEFT wraps it) with the tokenizer of `model_name`; in any thread.
 
     Args:
-        tensors: of a model that has no values itself; None: the model's own.
+        tensors: the values to write, by the names of `own_tensors`; None: the model's own.
     """
     from grpo_engine.models.loading import load_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "get_base_model"):
         # Adapters never have embeddings here, and PEFT's check for them would send a request to the hub.
-        model.save_pretrained(folder, save_embedding_layers=False)
+        model.save_pretrained(
+            folder, save_embedding_layers=False, state_dict=None if tensors is None else dict(tensors)
+        )
     else:
         write_whole(model, folder, tensors)
     load_tokenizer(model_name).save_pretrained(folder)
 
 
 def write_whole(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Write a model without its tokenizer, several files at a time.
+    """Write a model without its tokenizer, several files at a time; in any thread.
 
     transformers writes one after the other, each through newly allocated memory: 16 of the 20 s that an update of an
     8B model took.
@@ -48,28 +61,66 @@ def write_whole(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tens
     Args:
         tensors: the tensors to write; None: all.
     """
-    from transformers import modeling_utils
-
     from grpo_engine.models.tensor_files import WRITERS, can_write, write_tensors
 
-    write = getattr(modeling_utils, _WRITER, None)
-    if write is None:
-        model.save_pretrained(folder, state_dict=tensors)
-        return
+    content = None if tensors is None else dict(tensors)  # transformers removes those that it has written
     with ThreadPoolExecutor(WRITERS) as pool:
         writings = []
 
-        def write_soon(content: dict[str, Tensor], *arguments: Any, **options: Any) -> None:
+        def write_soon(write: Write, content: dict[str, Tensor], *arguments: Any, **options: Any) -> None:
             is_plain = all(map(can_write, content.values()))
             writings.append(pool.submit(write_tensors if is_plain else write, content, *arguments, **options))
 
-        setattr(modeling_utils, _WRITER, write_soon)
-        try:
-            model.save_pretrained(folder, state_dict=tensors, max_shard_size=_FILE_SIZE)
-        finally:
-            setattr(modeling_utils, _WRITER, write)
+        with _files_written_by(write_soon) as is_replaced:
+            model.save_pretrained(folder, state_dict=content, **({"max_shard_size": _FILE_SIZE} if is_replaced else {}))
         for writing in writings:
             writing.result()
+
+
+class _Replaced:
+    """The function of transformers that writes one file, while threads have it replaced."""
+
+    lock = threading.Lock()
+    num_threads = 0
+    original: Write
+    of_thread = threading.local()
+    """`write`: what the thread writes files by."""
+
+
+@contextmanager
+def _files_written_by(write: Callable[..., None]) -> Iterator[bool]:
+    """Within, transformers writes files in this thread by `write`, whose first argument is its own function.
+
+    Other threads may write models meanwhile. Yields whether transformers has a function of that name.
+    """
+    from transformers import modeling_utils
+
+    if not hasattr(modeling_utils, _WRITER):
+        yield False
+        return
+    with _Replaced.lock:
+        if _Replaced.num_threads == 0:
+            _Replaced.original = getattr(modeling_utils, _WRITER)
+            setattr(modeling_utils, _WRITER, _write_by_thread)
+        _Replaced.num_threads += 1
+    _Replaced.of_thread.write = write
+    try:
+        yield True
+    finally:
+        del _Replaced.of_thread.write
+        with _Replaced.lock:
+            _Replaced.num_threads -= 1
+            if _Replaced.num_threads == 0:
+                setattr(modeling_utils, _WRITER, _Replaced.original)
+
+
+def _write_by_thread(*arguments: Any, **options: Any) -> None:
+    original = _Replaced.original
+    write = getattr(_Replaced.of_thread, "write", None)
+    if write is None:
+        original(*arguments, **options)
+    else:
+        write(original, *arguments, **options)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from grpo_engine.bridges.memory.stock_bridge_file import Sizes, as_bridge_file, read_stock_file
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, connect
-from grpo_engine.bridges.transport.saving import save_model
 from grpo_engine.errors import BridgeError, PeerError
 from grpo_engine.wire.bridge_file import BridgeFile, StockBridgeFile
 from grpo_engine.wire.codec import Message
@@ -72,7 +71,7 @@ class StockInPlaceBridge:
             model=self._weights.model,
             is_shared=True,
             policy_version=0,
-            save=lambda folder: save_model(self._weights.model, self._context.model_name, folder),
+            save=self._weights.save,
         )
 
     def publish(self, version: int, write: Callable[[], None]) -> None:

@@ -102,7 +102,13 @@ class TurnsBridge:
             num_bytes=self._staging_bytes,
         )
         self._version, self._are_whole = info.policy_version, True
-        return BridgeModel(model=model, is_shared=False, policy_version=info.policy_version, save=self._placement.save)
+        return BridgeModel(
+            model=model,
+            is_shared=False,
+            policy_version=info.policy_version,
+            save=self._placement.save,
+            tensors=self._placement.tensors,
+        )
 
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:
         """Write the new values, and wake the server with them; one that does not answer gets them once it does."""

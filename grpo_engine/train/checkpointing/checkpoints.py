@@ -71,7 +71,7 @@ def save(save_path: Path, marker: CheckpointMarker, write: Callable[[Path], None
         CheckpointError: the disk is full or a write fails; earlier checkpoints are kept.
     """
     final = checkpoint_folder(save_path, marker.step)
-    beside, replaced = save_path / f".{final.name}.partial", save_path / f".{final.name}.replaced"
+    beside, replaced = unfinished_folder(save_path, marker.step), save_path / f".{final.name}.replaced"
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
@@ -92,6 +92,11 @@ def save(save_path: Path, marker: CheckpointMarker, write: Callable[[Path], None
     _prune(save_path, final, keep)
     _link_adapters(save_path)
     return final
+
+
+def unfinished_folder(save_path: Path, step: int) -> Path:
+    """Where a checkpoint is until it is complete."""
+    return save_path / f".{checkpoint_folder(save_path, step).name}.partial"
 
 
 def write_state_files(

@@ -10,10 +10,11 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from grpo_engine.errors import CheckpointError
 from grpo_engine.models.places import Place, place_of, whole_shape
@@ -40,29 +42,49 @@ MASTER, OPTIMIZER, OF_RANK = "masters/", "optimizer/", "@rank"
 part of a whole, as the scales of 8-bit state: with the rank behind it."""
 
 
-def write_sharded(
-    folder: Path,
+class WritingRanks(Protocol):
+    """The ranks that write, as `RankGroup` or `BackgroundRanks`."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+
+    @property
+    def announcements(self) -> ProcessGroup | None:
+        """All ranks by Gloo."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks by rank, on every rank."""
+
+
+def stored_parts(
     parameters: Mapping[str, Tensor],
     masters: Mapping[str, Tensor],
     optimizer: Mapping[str, Mapping[str, Any]],
-    ranks: RankGroup,
-) -> None:
-    """Write this rank's part of the state; called on all ranks.
+    rank: int,
+) -> dict[str, Any]:
+    """This rank's part of the state, as `write_sharded` takes it; not copied.
 
     Args:
         parameters: of the model, sharded or split, by name.
-        masters: this rank's part of each.
-        optimizer: its state for this rank's part of each.
+        masters: this rank's part of each, or copies in main memory.
+        optimizer: its state for this rank's part of each, likewise.
+    """
+    state = {MASTER + name: _part(local, parameters[name]) for name, local in masters.items()}
+    for name, values in optimizer.items():
+        for kind, value in values.items():
+            state[_key(name, kind, value, masters[name], rank)] = _part(value, parameters[name])
+    return state
+
+
+def write_sharded(folder: Path, parts: Mapping[str, Any], ranks: WritingRanks) -> None:
+    """Write the parts of all ranks; called on all of them.
 
     Raises:
         OSError: a rank could not write; on all ranks.
     """
-    state = {MASTER + name: _whole(local, parameters[name]) for name, local in masters.items()}
-    for name, values in optimizer.items():
-        for kind, value in values.items():
-            state[_key(name, kind, value, masters[name], ranks.rank)] = _whole(value, parameters[name])
     try:
-        save(state, checkpoint_id=folder / FOLDER, process_group=ranks.announcements)
+        save(dict(parts), checkpoint_id=folder / FOLDER, process_group=ranks.announcements)
     except CheckpointException as error:  # no Exception, and of all ranks
         first = next(iter(error.failures.values()))[0]
         raise OSError(getattr(first, "errno", None), str(first)) from error
@@ -190,6 +212,22 @@ def _read_metadata(folder: Path) -> Metadata:
 def _key(name: str, kind: str, value: Any, master: Tensor, rank: int) -> str:
     is_part = isinstance(value, Tensor) and (value.ndim == 0 or value.shape == master.shape)
     return f"{OPTIMIZER}{name}/{kind}" + ("" if is_part else f"{OF_RANK}{rank}")
+
+
+def _part(local: Any, parameter: Tensor) -> Any:
+    """The part with its place in the whole, also where it is in other memory than its parameter; other values as they
+    are."""
+    if not isinstance(local, Tensor) or (place := place_of(parameter) or _place_of_shard(parameter)) is None:
+        return local
+    shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+    return StoredPart.of(local, place) if local.shape == shape else local
+
+
+def _place_of_shard(parameter: Tensor) -> Place | None:
+    if not isinstance(parameter, DTensor):
+        return None
+    _, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return Place(whole=tuple(parameter.shape), start=tuple(start))
 
 
 def _whole(local: Any, parameter: Tensor) -> Any:

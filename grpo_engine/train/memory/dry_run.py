@@ -25,8 +25,10 @@ from grpo_engine.models.layers import require_layers, require_targets
 from grpo_engine.models.loading import load_config, torch_dtype
 from grpo_engine.models.local import RANDOM_MODEL_BYTES
 from grpo_engine.models.random_models import published_shape
+from grpo_engine.train.checkpointing.staging import free_memory
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.memory.advice import Advice, advice
+from grpo_engine.train.memory.checkpoint_copy import checkpoint_copy_bytes
 from grpo_engine.train.memory.plan import (
     CUDA_CONTEXT_BYTES,
     Card,
@@ -96,6 +98,7 @@ def report(config: TrainConfig, *cards: Card | None) -> tuple[str, bool]:
         fits = fits and sampling.fits(card, config.seq_len)
     lines = [*_training(model, config, plan), "", *_table(plan), ""]
     lines += [*_ranks(config, plan, cards), *_verdict(model, config, plan, card)]
+    lines += _checkpoints(model, config)
     lines += [] if sampling is None else _sampling(sampling, config, card)
     return "\n".join(lines) + "\n", fits
 
@@ -293,6 +296,14 @@ def _verdict(model: ModelShape, config: TrainConfig, plan: MemoryPlan, card: Car
     for suggestion in what.each:
         yield f"  {suggestion.text:<60} frees {gb(suggestion.frees_bytes)}"
     yield f"enough       {what.together.text}" if what.together else "enough       no combination: use a larger card"
+
+
+def _checkpoints(model: ModelShape, config: TrainConfig) -> Iterator[str]:
+    """What copies of the state take, where they are written while training goes on."""
+    if num_bytes := checkpoint_copy_bytes(model, config):
+        here = "" if config.card_gb is not None else f"; {gb(free_memory())} are free here"
+        otherwise = ", if there is so much: else training waits for them" * (config.checkpoint_async_mode == "auto")
+        yield f"checkpoints  copied to {gb(num_bytes)} of main memory and written meanwhile{otherwise}{here}"
 
 
 def _sampling(phase: SamplingPhase, config: TrainConfig, card: Card | None) -> Iterator[str]:

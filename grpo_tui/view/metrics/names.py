@@ -78,6 +78,8 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "memory/syncing_gb": "the same when inference has the new weights",
     "sync/sleep_time": "seconds in which inference freed its memory for the step",
     "sync/freed_gb": "GPU memory that it freed, in GB",
+    "train/checkpoint_wait_time": "seconds in which training stood still for the checkpoint of the step before",
+    "train/checkpoint_write_time": "seconds that writing the last checkpoint took, in the background if it was copied",
     "train/data_fetch_time": "seconds in which the trainer waits for a batch",
     "train/mfu": "share of the GPU's peak that the step reaches: model FLOPs utilization, waiting included",
     "train/busy_fraction": "share of a step in which the trainer does not wait for a batch",

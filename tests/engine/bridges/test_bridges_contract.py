@@ -15,6 +15,7 @@ from serving import model_logprobs, save_tiny_model, shift
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_engine.bridges import BY_MODE, Bridge
+from grpo_engine.bridges.transport.saving import own_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +105,7 @@ def test_a_restarted_server_gets_the_current_weights_before_the_next_batch(serve
 def test_a_saved_model_loads_again(bridge: Bridge, tmp_path: Path) -> None:
     attached = bridge.attach()
     bridge.publish(1, shift(attached.model, 1))
-    attached.save(tmp_path / "saved")
+    attached.save(tmp_path / "saved", attached.tensors() if attached.tensors else own_tensors(attached.model))
     expected = model_logprobs(attached.model.eval(), PROMPT, [40, 50, 60])
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()
     torch.testing.assert_close(model_logprobs(again, PROMPT, [40, 50, 60]), expected, atol=1e-4, rtol=0)

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM
 from grpo_engine.bridges import Bridge
 from grpo_engine.bridges.memory.bridge_files import read_bridge_file
 from grpo_engine.bridges.memory.shared_tensors import map_tensors
+from grpo_engine.bridges.transport.saving import own_tensors
 from grpo_engine.errors import BridgeError
 from grpo_engine.models.config import LoraSettings
 
@@ -148,7 +149,7 @@ def test_of_a_server_that_has_ended_nothing_is_kept_and_the_adapter_is_saved_all
     bridge.poll_server()
     assert mapped_segments() == set()
     bridge.publish(2, shift(model, 2))  # no server runs
-    attached.save(tmp_path / "saved")
+    attached.save(tmp_path / "saved", own_tensors(model))
     server.start()
     bridge.prepare_step()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()

@@ -9,7 +9,6 @@ import math
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from serving import python_path
-from training import attached, made_up_groups, settings, small_model, trainee
+from training import attached, made_up_groups, saving, settings, small_model, trainee
 
 from grpo_engine.bridges.lora_only import LoraOnly
 from grpo_engine.errors import CheckpointError
@@ -287,7 +286,7 @@ def test_a_fresh_transformers_loads_the_model_and_a_fresh_peft_the_adapter(tmp_p
     saved(whole, tmp_path / "whole", 1)
     small_model().save_pretrained(tmp_path / "base")
     model = add_lora(small_model(), LoraSettings(rank=4, alpha=8, dropout=0.0, target_modules=("q_proj", "v_proj")))
-    save = partial(model.save_pretrained, save_embedding_layers=False)
+    save = saving(model, save_embedding_layers=False)
     adapted = Trainee(attached(model, is_shared=False, save=save), settings(bridge=LoraOnly()))
     gradient_step(adapted, trainable_batch(made_up_groups(0), 32, vocab_size=64), step=0, policy_version=0)
     adapted.write_weights()
