@@ -329,11 +329,28 @@ class MachineStatus(Message):
     state: Literal["ready", "silent", "lost"]
     """Silent: it has not answered since `since`; lost: the cluster has given it up, and what ran there."""
     since: Time
+    is_joining: bool = False
+    """Whether it is silent because it is new: it was reserved, or has come back, and has not answered yet."""
+    answered_at: Time | None = None
+    """When it answered last; where nothing of the run is there, when the cluster last listed it."""
     num_devices: Whole = 0
     """Devices of it that the run has reserved."""
+    num_free: Whole | None = None
+    """Devices that nobody has reserved; null where the cluster does not say."""
     services: dict[str, PlacedUsage] = {}
     """What runs there."""
+    lost_services: list[str] = []
+    """What ran there when it was last lost."""
+    lost_at: Time | None = None
+    """When it was last lost; also after it has come back."""
+    next: str | None = None
+    """What happens next with what runs or ran there, for people; null where nothing is awaited."""
     gpus: list[GpuStatus] = []
+    cpu_percent: float | None = None
+    """Of all its cores together."""
+    num_cpus: Whole | None = None
+    memory_used_bytes: Whole | None = None
+    memory_total_bytes: Whole | None = None
 
 
 class Warning(Message):
@@ -449,6 +466,8 @@ class UsageSampled(Message):
     """Of the supervisor; both as in `RunStatus`."""
     ranks: dict[str, list[RankUsage]] = {}
     """Of services of several ranks."""
+    machines: list[MachineStatus] | None = None
+    """As in `RunStatus`; null without a cluster, and from supervisors that did not send them."""
 
 
 class Notice(Message):

@@ -47,6 +47,7 @@ def after_event(status: RunStatus, event: Snapshot | Event) -> RunStatus:
                     "gpu_note": event.gpu_note,
                     "low_disks": event.low_disks,
                     "write_faults": event.write_faults,
+                    **({} if event.machines is None else {"machines": event.machines}),
                 },
             )
         case Notice():

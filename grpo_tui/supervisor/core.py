@@ -123,7 +123,7 @@ class Supervisor:
         self._self_reports = SelfReports(ServiceReport)
         self._rank_reports = SelfReports(RanksReport)
         self._machines = Machines()
-        self._sampler.placed = self._machines.usage
+        self._sampler.machines = self._machines
         self._report = StatusReport(
             plan=plan,
             run_folder=run_folder,
@@ -348,6 +348,7 @@ class Supervisor:
         for severity, text in self._machines.take(report):
             self.notice(severity, text, None)
             self._writer.mark()
+            self.broadcast.figures_wanted.set()
         for name, machine in before.items():
             if self._machines.of(name)[0] != machine:
                 self._send_service(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,8 @@ class ClusterOfAgents:
     num_devices: dict[str, int]
     agents: dict[str, Agent] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+    """Never answer."""
     addresses: dict[str, str] = field(default_factory=dict)
     reserved: dict[str, int] = field(default_factory=dict)
 
@@ -47,6 +50,8 @@ class ClusterOfAgents:
         """Ask the agent, which is made at the first request."""
         if node_id in self.lost:
             raise MachineLost(f"{node_id} is lost")
+        if node_id in self.silent:
+            await asyncio.Event().wait()
         if node_id not in self.agents:
             folder = self.folder / node_id
             folder.mkdir(exist_ok=True)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +20,12 @@ from stage import Stage
 
 from grpo_engine.wire.environment_variables import ATTEMPT_VARIABLE, SERVICE_VARIABLE
 from grpo_engine.wire.run_folder import BROKER_FILE, TOKEN_FILE
-from grpo_engine.wire.supervisor import MachinesReport, Refusal
+from grpo_engine.wire.supervisor import MachinesReport, MachineStatus, Refusal
 from grpo_tui import remote_process
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor import preflight
 from grpo_tui.supervisor.keeper.proc import identify
+from grpo_tui.supervisor.placement import broker
 from grpo_tui.supervisor.placement.broker import Broker
 from grpo_tui.supervisor.placement.remote import standing_for
 
@@ -180,14 +181,47 @@ async def test_a_lost_machine_is_named_and_its_service_starts_on_another(stage: 
         bench.cluster.lose("left")
         assert "left is lost" in (await line_of(a, "grpo-tui"))
         assert await a.wait() == remote_process.EXIT_LOST
-        states = {each.name: each.state for each in bench.reports[-1].machines}
-        assert states == {"left": "lost", "right": "ready"}
+        machines = {each.name: each for each in bench.reports[-1].machines}
+        assert {name: each.state for name, each in machines.items()} == {
+            "left": "lost",
+            "right": "ready",
+            "spare": "ready",
+        }
+        assert machines["left"].lost_services == ["a"]
+        assert machines["left"].next == "a is restarted on spare, which has 1 free device"
         again = await bench.start("a", attempt=2)
         await line_of(again, "pid")
         assert identify(stays) is not None
         bench.cluster.lost.clear()
         os.kill(gone, signal.SIGKILL)
     await until_gone(stays)
+
+
+async def test_a_machine_that_stops_answering_is_named_though_the_question_to_it_is_still_open(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("SILENT_AFTER_S", 0.5), ("LOOK_S", 0.05), ("WATCH_S", 0.05)):
+        monkeypatch.setattr(broker, name, seconds)
+    bench = Bench(stage, tmp_path, [program("a", WAITS), program("b", WAITS)], left=1, right=1)
+
+    def machine(name: str) -> MachineStatus:
+        return next(each for each in bench.reports[-1].machines if each.name == name)
+
+    async def until(holds: Callable[[], bool]) -> None:
+        while not holds():  # noqa: ASYNC110 - reports come without a signal
+            await asyncio.sleep(0.01)
+
+    async with bench.broker():
+        assert bench.reports[0].machines[0].is_joining
+        await until(lambda: {each.state for each in bench.reports[-1].machines} == {"ready"})
+        bench.cluster.silent.add("left")
+        await until(lambda: machine("left").state == "silent")
+        assert machine("left").since == machine("left").answered_at
+        assert machine("left").next == "nothing is restarted yet: the cluster decides whether it is lost"
+        assert list(machine("left").services) == ["a"]
+        named_at = machine("left").since
+        await until(lambda: (machine("right").answered_at or 0.0) > named_at + 0.6)  # the other is asked meanwhile
+        bench.cluster.silent.clear()
 
 
 async def test_a_port_of_a_service_on_another_machine_is_reachable_here(

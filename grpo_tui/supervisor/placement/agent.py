@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from pydantic import BaseModel
 
 from grpo_engine.errors import GrpoError
@@ -87,6 +88,7 @@ class Agent:
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._gpu_reader = GpuReader()
         self._usage_reader = UsageReader()
+        psutil.cpu_percent()  # from here on the first figure counts
         self._asked_at_s = time.monotonic()
         self._is_ending = False
         self._limits: dict[Path, int] = {}
@@ -250,6 +252,7 @@ class Agent:
         usage = await asyncio.to_thread(self._usage_reader.sample, keepers)
         sample = await self._gpu_reader.sample({name: each.pids for name, each in usage.items()}, attempts)
         held = {name: [gpu.by_service[name] for gpu in sample.gpus if name in gpu.by_service] for name in usage}
+        memory = psutil.virtual_memory()
         return wire.Usage(
             sees_run=_is_ours(self._run_folder / PLAN_FILE),
             attempts=attempts,
@@ -262,6 +265,10 @@ class Agent:
                 for name, each in usage.items()
             },
             gpus=sample.gpus,
+            cpu_percent=psutil.cpu_percent(),
+            num_cpus=psutil.cpu_count(),
+            memory_used_bytes=memory.total - memory.available,
+            memory_total_bytes=memory.total,
         )
 
     async def _route(self, request: wire.Route) -> wire.Routed:

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -24,23 +24,35 @@ from pydantic import BaseModel, ValidationError
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.codec import MAX_LINE_BYTES, Message, to_line, write_atomically, write_json_atomically
 from grpo_engine.wire.run_folder import BROKER_FILE, PLACES_FILE
-from grpo_engine.wire.supervisor import MachinesReport, MachineStatus, PlacedUsage
+from grpo_engine.wire.supervisor import MachinesReport
 from grpo_tui.remote_process import EXIT_LOST
 from grpo_tui.services.base import DEVICE_ORDER, VISIBLE_DEVICES, Launch
 from grpo_tui.supervisor.placement import wire
 from grpo_tui.supervisor.placement.assignment import NoRoom, Room, assign
 from grpo_tui.supervisor.placement.cluster import Cluster, MachineLost, NoAnswer, Node
+from grpo_tui.supervisor.placement.machine_report import (
+    ROOM_WITHIN_S,
+    Held,
+    Loss,
+    Machines,
+    Seen,
+    machine_statuses,
+)
 from grpo_tui.supervisor.placement.relay import LOOPBACK, Relay, run_token
 
 LOOK_S = 1.0
-"""Between two questions to each machine, and two reports."""
-SILENT_AFTER_S = 4.0
+"""Between an answer of a machine and the next question, between two lists of all machines, and between two reports."""
+WATCH_S = 0.25
+"""Between two looks at which machines have answered; none waits for another one's answer."""
+SILENT_AFTER_S = 3.5
 """A machine that has not answered for so long is named; the cluster decides whether it is lost."""
+LOOK_LIMIT_S = 4.0
+LIST_LIMIT_S = 30.0
+LATE_S = 1.0
+"""A round that comes so much too late says that this process stood still, and not the machines."""
 ANSWER_LIMIT_S = 20.0
 START_LIMIT_S = 60.0
 """For an agent to start, and to check ports and GPU memory."""
-ROOM_WITHIN_S = 60.0
-"""For a machine with free devices: one that was lost may come back."""
 ROOM_ROUND_S = 0.5
 FOLLOW_S = 0.5
 UNCLAIMED_S = 30.0
@@ -71,18 +83,6 @@ class Places(Message):
     """The devices of each service on its node."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Held:
-    """A machine of which the run has reserved devices."""
-
-    node: Node
-    devices: tuple[int, ...]
-    heard_at_s: float = field(default_factory=time.monotonic)
-    since: float = field(default_factory=time.time)
-    state: Literal["ready", "silent", "lost"] = "ready"
-    usage: wire.Usage | None = None
-
-
 class Broker:
     """Services of a run on the machines of a cluster."""
 
@@ -94,7 +94,14 @@ class Broker:
         run_folder: Path,
         report: Callable[[MachinesReport], object],
         door_host: str = LOOPBACK,
+        decides_within_s: float | None = None,
+        restarts_machines: bool = False,
     ) -> None:
+        """
+        Args:
+            decides_within_s: how long the cluster waits for a machine before it gives it up, where that is known.
+            restarts_machines: whether a machine that was lost is started again.
+        """
         self._cluster = cluster
         launches = list(launches)
         self._launches = {launch.name: launch for launch in launches if launch.num_devices}
@@ -104,8 +111,17 @@ class Broker:
         self._run_folder = run_folder
         self._report = report
         self._door_host = door_host
+        self._decides_within_s = decides_within_s
+        self._restarts_machines = restarts_machines
         self._held: dict[str, Held] = {}
         """By node."""
+        self._joining: dict[str, Seen] = {}
+        self._spares: dict[str, Seen] = {}
+        """The same, of machines that devices are being reserved on, and of those without anything of the run."""
+        self._losses: dict[str, Loss] = {}
+        """The last one of each machine, by its name."""
+        self._listed_at: float | None = None
+        self._reported_at_s = -LOOK_S
         self._node_of: dict[str, str] = {}
         self._taken: dict[str, tuple[int, ...]] = {}
         self._followed: dict[tuple[str, int], float] = {}
@@ -134,10 +150,9 @@ class Broker:
         write_atomically(self._run_folder / BROKER_FILE, os.fsencode(path), mode=0o600)
         ready()
         try:
-            while True:
-                await asyncio.gather(*(self._look(held) for held in list(self._held.values())))
-                self._send_report()
-                await asyncio.sleep(LOOK_S)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._list_machines())
+                await self._watch_all(tasks)
         finally:
             server.close()
             if self._relay is not None:
@@ -169,7 +184,7 @@ class Broker:
             mine = [launch for launch in launches if machines[launch.name] == name]
             wanted = sum(launch.num_devices for launch in mine) - self._num_unused(node)
             held = self._held.get(node.id)
-            devices = await self._cluster.reserve(node, wanted) if wanted > 0 or held is None else ()
+            devices = await self._reserve(node, wanted) if wanted > 0 or held is None else ()
             if held is None:
                 held = self._held[node.id] = Held(node=node, devices=devices)
             else:
@@ -180,6 +195,14 @@ class Broker:
                 self._taken[launch.name], free = tuple(free[: launch.num_devices]), free[launch.num_devices :]
                 log.info("%s runs on %s, devices %s", launch.name, name, list(self._taken[launch.name]))
         self._save()
+
+    async def _reserve(self, node: Node, num_devices: int) -> tuple[int, ...]:
+        self._joining[node.id] = Seen(node=node, since=time.time())
+        self._send_report()
+        try:
+            return await self._cluster.reserve(node, num_devices)
+        finally:
+            del self._joining[node.id]
 
     async def _route(self) -> None:
         """Make the ports of all services reachable at loopback of every machine, where these have several addresses."""
@@ -268,31 +291,89 @@ class Broker:
 
     # --- machines --------------------------------------------------------------------------------------------------
 
+    async def _watch_all(self, tasks: asyncio.TaskGroup) -> None:
+        """Watch each machine on its own, name those that do not answer, and report."""
+        round_at_s = time.monotonic()
+        while True:
+            for held in list(self._held.values()):
+                if not held.is_watched:
+                    held.is_watched = True
+                    tasks.create_task(self._watch(held), name=f"watch {held.node.name}")
+            self._name_silent()
+            if time.monotonic() - self._reported_at_s >= LOOK_S:
+                self._send_report()
+            await asyncio.sleep(WATCH_S)
+            late_s, round_at_s = time.monotonic() - round_at_s - WATCH_S, time.monotonic()
+            if late_s > LATE_S:
+                for held in self._held.values():
+                    held.heard_at_s += late_s
+
+    async def _watch(self, held: Held) -> None:
+        while held.state != "lost":
+            await self._look(held)
+            await asyncio.sleep(LOOK_S)
+
+    async def _list_machines(self) -> None:
+        """Ask the cluster which machines it has, again and again: it may know of a loss before a question fails."""
+        while True:
+            with suppress(GrpoError, TimeoutError):
+                async with asyncio.timeout(LIST_LIMIT_S):
+                    await self._take_list(await self._cluster.nodes())
+            await asyncio.sleep(LOOK_S)
+
+    async def _take_list(self, nodes: list[Node]) -> None:
+        now, alive = time.time(), {node.id: node for node in nodes}
+        self._listed_at = now
+        spares = [node for node in nodes if node.id not in self._held and node.id not in self._joining]
+        self._spares = {
+            node.id: Seen(node=node, since=known.since if (known := self._spares.get(node.id)) else now)
+            for node in spares
+        }
+        for held in list(self._held.values()):
+            if held.node.id in alive:
+                held.node = alive[held.node.id]
+            elif held.state != "lost":
+                self._lose(held)
+                await self._cluster.release(held.node.id)
+
     async def _look(self, held: Held) -> None:
-        """Ask a machine what runs there; say when it stops answering, and when it is lost."""
-        if held.state == "lost":
-            return
+        """Ask a machine what runs there, and keep the answer."""
         try:
-            held.usage = await self._ask(held, wire.Look(), wire.Usage, timeout_s=SILENT_AFTER_S)
+            usage = await self._ask(held, wire.Look(), wire.Usage, timeout_s=LOOK_LIMIT_S)
         except MachineLost:
             self._lose(held)
             return
         except GrpoError as error:
-            if held.state == "ready":
-                log.warning("%s does not answer: %s", held.node.name, error)
-                held.state, held.since = "silent", time.time()
+            log.debug("%s: %s", held.node.name, error)
             return
+        if held.state == "lost":
+            return
+        held.usage, held.heard_at_s, held.answered_at = usage, time.monotonic(), time.time()
         if held.state == "silent":
-            log.info("%s answers again", held.node.name)
+            log.info("%s answers", held.node.name)
             held.state, held.since = "ready", time.time()
-        held.heard_at_s = time.monotonic()
-        await self._end_unclaimed(held, held.usage)
+            self._send_report()
+        await self._end_unclaimed(held, usage)
+
+    def _name_silent(self) -> None:
+        """Machines that have not answered for a while."""
+        silent = [
+            held
+            for held in self._held.values()
+            if held.state == "ready" and time.monotonic() - held.heard_at_s > SILENT_AFTER_S
+        ]
+        for held in silent:
+            log.warning("%s has not answered for %g s", held.node.name, SILENT_AFTER_S)
+            held.state, held.since = "silent", held.answered_at or held.since
+        if silent:
+            self._send_report()
 
     def _lose(self, held: Held) -> None:
         if held.state != "lost":
             held.state, held.since, held.usage = "lost", time.time(), None
-            ran = ", ".join(name for name, node in self._node_of.items() if node == held.node.id)
-            log.error("%s is lost, and with it %s", held.node.name, ran or "no service")
+            ran = tuple(name for name, node in self._node_of.items() if node == held.node.id)
+            self._losses[held.node.name] = Loss(at=held.since, services=ran)
+            log.error("%s is lost, and with it %s", held.node.name, ", ".join(ran) or "no service")
             self._save()
             self._send_report()
 
@@ -306,20 +387,19 @@ class Broker:
                 await self._signal(held, name, attempt, "kill")
 
     def _send_report(self) -> None:
-        statuses: dict[str, MachineStatus] = {}
-        for held in sorted(self._held.values(), key=lambda each: each.state != "lost"):  # one that came back wins
-            usage = held.usage.services if held.usage is not None else {}
-            here = [name for name, node in self._node_of.items() if node == held.node.id]
-            statuses[held.node.name] = MachineStatus(
-                name=held.node.name,
-                address=held.node.address,
-                state=held.state,
-                since=held.since,
-                num_devices=len(held.devices),
-                services={name: usage.get(name, PlacedUsage()) for name in here},
-                gpus=held.usage.gpus if held.usage is not None else [],
-            )
-        self._report(MachinesReport(machines=list(statuses.values())))
+        self._reported_at_s = time.monotonic()
+        machines = Machines(
+            held=tuple(self._held.values()),
+            joining=tuple(self._joining.values()),
+            spares=tuple(self._spares.values()),
+            losses=self._losses,
+            node_of=self._node_of,
+            launches=self._launches,
+            listed_at=self._listed_at,
+            decides_within_s=self._decides_within_s,
+            restarts_machines=self._restarts_machines,
+        )
+        self._report(MachinesReport(machines=machine_statuses(machines)))
 
     async def _ask(
         self, held: Held, request: BaseModel, kind: type[AnswerT], *, timeout_s: float = ANSWER_LIMIT_S

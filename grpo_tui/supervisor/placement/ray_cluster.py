@@ -248,7 +248,7 @@ class RayCluster:
                     num_free=int(free.get(each["NodeID"], {}).get("GPU", 0)),
                 )
             )
-        self._nodes = {node.id: node for node in found}
+        self._nodes |= {node.id: node for node in found}  # one that has left may still be asked
         return sorted(found, key=lambda node: (len(node.name), node.name))
 
     async def reserve(self, node: Node, num_devices: int) -> tuple[int, ...]:
@@ -297,11 +297,8 @@ class RayCluster:
     async def _require_alive(self, node: Node) -> None:
         """Raises MachineLost where the cluster has given the machine up."""
         if node.id not in {each.id for each in await self.nodes()}:
-            self._nodes[node.id] = node
-            self._actors.pop(node.id, None)
             await self.release(node.id)
             raise MachineLost(f"{node.name} is lost")
-        self._nodes[node.id] = node
 
     async def _replace_actor(self, node: Node) -> None:
         """Start another actor in the place of one that was killed; the agent goes on."""
@@ -340,24 +337,46 @@ async def serve_broker(run_folder: Path, plan: Plan) -> None:
     async with asyncio.timeout(CONNECT_LIMIT_S):
         await asyncio.to_thread(_connect, address)
     loop = asyncio.get_running_loop()
+    reports = LatestReport(run_folder)
+    is_private = plan.cluster.address is None
     broker = Broker(
         RayCluster(run_folder),
         plan.launches,
         run_folder=run_folder,
-        report=lambda report: loop.call_soon(loop.run_in_executor, None, _report, run_folder, report),
+        report=reports.send,
+        decides_within_s=HEALTH_PERIOD_MS / 1000 * HEALTH_FAILURES if is_private else None,
+        restarts_machines=is_private,
     )
+    reporting = asyncio.create_task(reports.run(), name="reporting")
     serving = asyncio.create_task(_serve(broker, run_folder), name="serving")
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, serving.cancel)
     with suppress(asyncio.CancelledError):
         await serving
+    reporting.cancel()
     async with asyncio.timeout(CONNECT_LIMIT_S):
         await broker.close()
 
 
-def _report(run_folder: Path, report: MachinesReport) -> None:
-    with suppress(OSError, ValueError):  # the supervisor is being replaced: it gets the next one
-        send_to_supervisor(run_folder, report)
+class LatestReport:
+    """Sends reports in their order; one that waits for another to be sent is replaced by a newer one."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._run_folder = run_folder
+        self._waiting: asyncio.Queue[MachinesReport] = asyncio.Queue(1)
+
+    def send(self, report: MachinesReport) -> None:
+        """Send it as soon as the one before is sent."""
+        if self._waiting.full():
+            self._waiting.get_nowait()
+        self._waiting.put_nowait(report)
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        while True:
+            report = await self._waiting.get()
+            with suppress(OSError, ValueError):  # the supervisor is being replaced: it gets the next one
+                await asyncio.to_thread(send_to_supervisor, self._run_folder, report)
 
 
 async def _serve(broker: Broker, run_folder: Path) -> None:

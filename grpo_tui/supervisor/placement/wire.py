@@ -109,6 +109,11 @@ class Usage(Message):
     attempts: dict[str, Whole] = {}
     services: dict[str, PlacedUsage] = {}
     gpus: list[GpuStatus] = []
+    cpu_percent: float | None = None
+    num_cpus: Whole | None = None
+    memory_used_bytes: Whole | None = None
+    memory_total_bytes: Whole | None = None
+    """Of the machine, as in `MachineStatus`."""
 
 
 class Done(Message):

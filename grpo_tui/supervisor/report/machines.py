@@ -19,7 +19,12 @@ class Machines:
     def take(self, report: MachinesReport) -> list[tuple[Severity, str]]:
         """Keep a report; returns what is new in it, for people."""
         before, self.latest = {each.name: each for each in self.latest}, report.machines
-        return [line for each in self.latest for line in _news(before.get(each.name), each)]
+        gone = before.keys() - {each.name for each in self.latest}
+        left: list[tuple[Severity, str]] = [
+            ("warning", f"{name} ({before[name].address}) has left the cluster; nothing of the run was there")
+            for name in sorted(gone)
+        ]
+        return [*left, *(line for each in self.latest for line in _news(before.get(each.name), each))]
 
     def of(self, service: str) -> tuple[str | None, PlacedUsage]:
         """The machine of a service, and what it uses there; None where it is not placed."""
@@ -34,14 +39,17 @@ class Machines:
 
 
 def _news(before: MachineStatus | None, now: MachineStatus) -> Iterator[tuple[Severity, str]]:
-    known = "ready" if before is None else before.state
-    if now.state == known:
+    """What a person has to know of a machine: a loss is told although it came back before the next report."""
+    where, then = f"{now.name} ({now.address})", f"; {now.next}" if now.next else ""
+    is_news = now.state == "lost" if before is None else now.lost_at != before.lost_at
+    if now.lost_at is not None and is_news:
+        yield "error", f"{where} is lost, and with it {', '.join(now.lost_services) or 'no service'}{then}"
+    known = ("ready", False) if before is None else (before.state, before.is_joining)
+    if (now.state, now.is_joining) == known:
         return
-    ran = ", ".join(now.services) or "no service"
-    match now.state:
-        case "silent":
-            yield "warning", f"{now.name} ({now.address}) does not answer; it runs {ran}"
-        case "lost":
-            yield "error", f"{now.name} ({now.address}) is lost, and with it {ran}"
-        case "ready":
-            yield "info", f"{now.name} ({now.address}) answers again"
+    if now.state == "silent" and now.is_joining:
+        yield "info", f"{where} joins{then}"
+    elif now.state == "silent":
+        yield "warning", f"{where} does not answer; it runs {', '.join(now.services) or 'no service'}{then}"
+    elif now.state == "ready" and before is not None:
+        yield "info", f"{where} {'has joined' if before.is_joining or before.state == 'lost' else 'answers again'}"

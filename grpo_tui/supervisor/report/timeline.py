@@ -86,6 +86,7 @@ class Timeline:
             if not (self._wants_usage or _is_worth_keeping(self._usage, event)):
                 return
             self._usage, self._wants_usage = event, False
+            event = _without_processes(event)
         self._queue(to_line(event))
 
     async def run(self) -> None:
@@ -210,6 +211,8 @@ def _is_worth_keeping(before: UsageSampled | None, now: UsageSampled) -> bool:
         return True
     if before.rss_bytes.keys() != now.rss_bytes.keys():  # a service started or exited
         return True
+    if _states(before) != _states(now):
+        return True
     return any(
         _has_moved(earlier.get(name, 0), later.get(name, 0))
         for earlier, later in (
@@ -222,6 +225,21 @@ def _is_worth_keeping(before: UsageSampled | None, now: UsageSampled) -> bool:
         )
         for name in {*earlier, *later}
     )
+
+
+def _states(sample: UsageSampled) -> list[tuple[str, str, float]]:
+    return [(each.name, each.state, each.since) for each in sample.machines or ()]
+
+
+def _without_processes(sample: UsageSampled) -> UsageSampled:
+    """A sample without the processes on GPUs of other machines: of 64 GPUs they would be half of the file."""
+    if not any(machine.gpus for machine in sample.machines or ()):
+        return sample
+    machines = [
+        machine.model_copy(update={"gpus": [gpu.model_copy(update={"processes": []}) for gpu in machine.gpus]})
+        for machine in sample.machines or ()
+    ]
+    return sample.model_copy(update={"machines": machines})
 
 
 def _has_moved(before: int, now: int) -> bool:

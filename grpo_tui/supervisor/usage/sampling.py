@@ -25,6 +25,7 @@ from grpo_tui.run_files.log_file import written_so_far
 from grpo_tui.supervisor.keeper.orphans import kill_adopted
 from grpo_tui.supervisor.keeper.proc import ProcessId
 from grpo_tui.supervisor.report.broadcast import Broadcast
+from grpo_tui.supervisor.report.machines import Machines
 from grpo_tui.supervisor.usage.cpu_memory import MemoryLimits, OverLimit, Usage, UsageReader
 from grpo_tui.supervisor.usage.disks import DiskWatch
 from grpo_tui.supervisor.usage.gpus import GpuReader
@@ -85,8 +86,8 @@ class Sampler:
         self._living: dict[str, frozenset[ProcessId]] = {}
         self._dead: deque[ProcessId] = deque(maxlen=MAX_DEAD)
         self.gpus: list[GpuStatus] = []
-        self.placed: Callable[[], Mapping[str, PlacedUsage]] = dict
-        """Returns what services use that run on another machine."""
+        self.machines = Machines()
+        """Those of a cluster, and what services use there."""
         self.gpu_note: str | None = None
 
     @property
@@ -171,8 +172,9 @@ class Sampler:
         return ends
 
     def _event(self, number: int, at: float, log_bytes: dict[str, int]) -> UsageSampled:
-        usage: dict[str, Usage | PlacedUsage] = {**self.usage, **self.placed()}
-        held = {name: each.gpu_memory_bytes for name, each in self.placed().items()}
+        placed = self.machines.usage()
+        usage: dict[str, Usage | PlacedUsage] = {**self.usage, **placed}
+        held = {name: each.gpu_memory_bytes for name, each in placed.items()}
         return UsageSampled(
             number=number,
             time=at,
@@ -188,6 +190,7 @@ class Sampler:
             low_disks=self.low_disks,
             write_faults=self._write_faults(),
             ranks=self.rank_usage,
+            machines=self.machines.latest or None,
         )
 
 
