@@ -20,6 +20,7 @@ from grpo_tui.cli.printing import indented, one_line, table, write_line
 from grpo_tui.client.api import Run, run_status
 from grpo_tui.client.local import age_words, duration_words, runs_and_left_out, stored_status
 from grpo_tui.paths import name_of_run
+from grpo_tui.view.machines import gpu_words, machine_rows, memory_words, ready_words, state_words
 from grpo_tui.view.progress import read_progress
 
 HELD = ("PORTS", "GPUS", "TAGS")
@@ -135,16 +136,7 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
 
 
 def _print_rest(status: RunStatus, bands: Mapping[str, Band]) -> None:
-    for machine in status.machines:
-        runs = one_line(", ".join(machine.services) or "no service")
-        state = machine.state if machine.state == "ready" else f"{machine.state} for {age_words(machine.since, None)}"
-        write_line(
-            f"\n{one_line(machine.name)} ({one_line(machine.address)}): {state}, {machine.num_devices} devices, {runs}"
-        )
-        for gpu in machine.gpus:
-            used, total = _bytes(gpu.memory_used_bytes), _bytes(gpu.memory_total_bytes)
-            held = ", ".join(f"{name} {_bytes(each)}" for name, each in gpu.by_service.items()) or "none of ours"
-            write_line(f"  GPU {gpu.index} {one_line(gpu.name)}: {used} of {total} ({one_line(held)})")
+    _print_machines(status)
     for gpu in status.gpus:
         holders = (f"{name} {_bytes(held)}" for name, held in gpu.by_service.items())
         shares = one_line(", ".join(holders) or "none of ours")
@@ -157,6 +149,30 @@ def _print_rest(status: RunStatus, bands: Mapping[str, Band]) -> None:
     for warning in status.warnings:
         hint = f"\n  → {indented(warning.hint)}" if warning.hint else ""
         write_line(f"\n{warning.severity}: {indented(warning.text)}{hint}")
+
+
+def _print_machines(status: RunStatus) -> None:
+    """A row for each machine of a cluster, then their GPUs."""
+    rows = machine_rows(status)
+    if not rows:
+        return
+    now = time.time()
+    lines = [("MACHINE", "ADDRESS", "STATE", "SERVICES", "CPU", "MEMORY", "GPUS", "DEVICES")]
+    for row in rows:
+        machine = row.machine
+        cpu = "-" if machine is None or machine.cpu_percent is None else f"{machine.cpu_percent:.0f} %"
+        devices = "-" if machine is None else str(machine.num_devices)
+        memory = "-" if machine is None or machine.memory_used_bytes is None else memory_words(machine)
+        told = (state_words(machine, now), ready_words(row), cpu, memory, gpu_words(row) or "-", devices)
+        lines.append((one_line(row.name), "-" if machine is None else one_line(machine.address), *told))
+    write_line(f"\n{table(lines)}")
+    for row in rows:
+        for gpu in row.gpus if row.machine is not None else ():
+            used, total = _bytes(gpu.memory_used_bytes), _bytes(gpu.memory_total_bytes)
+            held = ", ".join(f"{name} {_bytes(each)}" for name, each in gpu.by_service.items()) or "none of ours"
+            write_line(
+                f"{one_line(row.name)} GPU {gpu.index} {one_line(gpu.name)}: {used} of {total} ({one_line(held)})"
+            )
 
 
 def _metric_lines(metrics: Mapping[str, float], bands: Mapping[str, Band]) -> list[tuple[str, ...]]:

@@ -33,7 +33,15 @@ from grpo_tui.ui.connection import LocalRun, RunConnection
 from grpo_tui.ui.glyphs import wants_ascii
 from grpo_tui.ui.keys import EVERYWHERE, bindings
 from grpo_tui.ui.news import RunNews
-from grpo_tui.ui.pages import copied_commands, help_page, messages_page, page_width, service_page, warnings_page
+from grpo_tui.ui.pages import (
+    copied_commands,
+    help_page,
+    machine_page,
+    messages_page,
+    page_width,
+    service_page,
+    warnings_page,
+)
 from grpo_tui.ui.palette import RunCommands
 from grpo_tui.ui.preferences import Preferences, preferences_file, read_preferences, write_preferences
 from grpo_tui.ui.screens import SCREENS
@@ -47,6 +55,8 @@ from grpo_tui.ui.widgets.frame.travel_bar import TravelBar
 from grpo_tui.view import state as view
 from grpo_tui.view import viewer
 from grpo_tui.view.format import duration_text
+from grpo_tui.view.machine_selection import MachineFolded
+from grpo_tui.view.machines import machine_rows
 from grpo_tui.view.service_details import read_history
 from grpo_tui.view.timeline import state as travel
 from grpo_tui.view.timeline.past import displayed
@@ -200,15 +210,26 @@ class GrpoScreen(ThemedApp[None]):
 
     def action_restart_chosen(self) -> None:
         """Restart the tagged services, or the selected one."""
-        self.restart(self.state.chosen)
+        if self._has_chosen():
+            self.restart(self.state.chosen)
 
     def action_start_or_stop(self) -> None:
         """Start the chosen services if none of them runs, else stop those that do."""
-        self.start_or_stop(self.state.chosen)
+        if self._has_chosen():
+            self.start_or_stop(self.state.chosen)
 
     def action_kill_chosen(self) -> None:
         """Kill the chosen services after confirmation."""
-        self.kill(self.state.chosen)
+        if self._has_chosen():
+            self.kill(self.state.chosen)
+
+    def _has_chosen(self) -> bool:
+        """Whether keys have services to act on; says what to do where a machine is selected instead."""
+        if self.state.viewer.machine is not None and not self.state.chosen:
+            words = f"{self.state.viewer.machine} is a machine: select a service of it, or tag some with space"
+            self._show_message("warning", words)
+            return False
+        return True
 
     def restart(self, services: Sequence[ServiceStatus]) -> None:
         """Restart each of `services`."""
@@ -241,7 +262,9 @@ class GrpoScreen(ThemedApp[None]):
 
     def action_tag(self) -> None:
         """Tag or untag the selected service."""
-        if self.state.selected is not None and not self._refuses_actions():
+        if self.state.viewer.machine is not None:
+            self._show_message("warning", "space tags services: select one below the machine")
+        elif self.state.selected is not None and not self._refuses_actions():
             self._apply(viewer.TagToggled(name=self.state.selected))
 
     def action_clear_tags(self) -> None:
@@ -306,8 +329,18 @@ class GrpoScreen(ThemedApp[None]):
         self._apply(view.FollowChanged(is_following=True))
 
     def action_shift_log(self, by: int) -> None:
-        """Scroll long lines sideways."""
-        self.main.log_lines.shift(by)
+        """Scroll long lines sideways; on the row of a machine fold or unfold it."""
+        if self.state.viewer.machine is None:
+            self.main.log_lines.shift(by)
+        else:
+            self._apply(MachineFolded(name=self.state.viewer.machine, is_folded=by < 0))
+
+    def action_fold(self) -> None:
+        """Fold all machines, or unfold them."""
+        if self.state.status is not None and self.state.status.machines:
+            self._apply(MachineFolded(name=None))
+        else:
+            self._show_message("info", "this run is on one machine: there is nothing to fold")
 
     def action_zoom(self) -> None:
         """Show the log on the whole screen, or with the other panels again."""
@@ -334,8 +367,13 @@ class GrpoScreen(ThemedApp[None]):
         self.push_screen(ReadingScreen("messages", messages_page(displayed(self.state), page_width(self.size.width))))
 
     async def action_details(self) -> None:
-        """Open all that is known of the selected service."""
+        """Open all that is known of the selected service or machine."""
         state = displayed(self.state)
+        row = next((row for row in machine_rows(state.status) if row.name == state.viewer.machine), None)
+        if row is not None:
+            page = machine_page(row, state.now, page_width(self.size.width))
+            self.push_screen(ReadingScreen(f"{row.name} of {state.run}", page))
+            return
         service = state.service(state.selected)
         if service is None:
             return

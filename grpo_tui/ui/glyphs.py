@@ -32,6 +32,10 @@ PROBE_SIGNS = {
     ProbeOutcome.ENGINE_STALLED: ("◍", "stalled"),
 }
 """Sign and word of probe outcomes that refine the state of a service."""
+MACHINE_GLYPHS = {"ready": "●", "joining": "◐", "silent": "◌", "lost": "✗"}
+MACHINE_STYLES = {"ready": ".ok", "joining": ".busy", "silent": ".error", "lost": ".error"}
+FOLDED, UNFOLDED = "+", "−"
+"""Before what has rows below it, on the board too."""
 RUN_GLYPHS = {
     RunState.STARTING: "◐",
     RunState.RUNNING: "●",

@@ -114,7 +114,8 @@ ON_MAIN = (
     Key(key="escape", shown="esc", action="app.clear_tags", label="untag", is_in_footer=False, changes_run=True,
         help="remove all tags"),
     Key(key="d", shown="d", action="app.details", label="details", is_in_footer=False,
-        help="all about the selected service: command, environment, needs, probe and its answers, attempts, ports"),
+        help="all about the selected service: command, environment, needs, probe and its answers, attempts, ports; "
+        "or about the selected machine"),
     Key(key="c", shown="c", action="app.crash_report", label="crash", is_in_footer=False,
         help="newest crash report of the selected service: why it failed, and the run's state then"),
     Key(key="f", shown="f", action="app.follow", label="follow",
@@ -122,7 +123,7 @@ ON_MAIN = (
     Key(key="z", shown="z", action="app.zoom", label="zoom",
         help="show the log on the whole screen, and back"),
     Key(key="up,k", shown="↑ k", action="app.select(-1)", label="up", is_in_footer=False,
-        help="select the service above; its log is shown"),
+        help="select the service above, its log is shown; or a machine"),
     Key(key="down,j", shown="↓ j", action="app.select(1)", label="down", is_in_footer=False,
         help="select the service below"),
     Key(key="pageup", shown="PgUp", action="app.scroll_log(-1)", label="back", is_in_footer=False,
@@ -134,9 +135,11 @@ ON_MAIN = (
     Key(key="end", shown="End", action="app.scroll_log_to_end", label="end of log", is_in_footer=False,
         help="go to the newest line and follow"),
     Key(key="left", shown="←", action="app.shift_log(-1)", label="left", is_in_footer=False,
-        help="scroll long lines to the left"),
+        help="scroll long lines to the left; on the row of a machine, hide its services"),
     Key(key="right", shown="→", action="app.shift_log(1)", label="right", is_in_footer=False,
-        help="scroll long lines to the right"),
+        help="scroll long lines to the right; on the row of a machine, show its services"),
+    Key(key="F", shown="F", action="app.fold", label="fold", is_in_footer=False,
+        help="on several machines: hide the services of all of them, or show them again"),
 
 )  # fmt: skip
 

@@ -13,13 +13,14 @@ from grpo_engine.wire.supervisor import ServiceStatus, Warning
 from grpo_engine.wire.terminal_text import printable
 from grpo_tui.profile.plan_file import shown_command, shown_env
 from grpo_tui.services.base import Launch, Probe
-from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS, SEVERITY_GLYPHS
+from grpo_tui.ui.glyphs import FOLDED, MACHINE_GLYPHS, PROBE_SIGNS, SERVICE_GLYPHS, SEVERITY_GLYPHS, UNFOLDED
 from grpo_tui.ui.keys import EVERYWHERE, ON_TRAVEL, Key
 from grpo_tui.ui.widgets.frame.travel_bar import MARKS_LEGEND
 from grpo_tui.ui.widgets.lines import wrapped
 from grpo_tui.ui.widgets.main.metrics_panel import band_text
 from grpo_tui.ui.widgets.main.services_table import state_text
 from grpo_tui.view.format import UNKNOWN, bytes_text, clock_text, duration_text, percent_text
+from grpo_tui.view.machines import MachineRow, machine_facts
 from grpo_tui.view.metrics.names import MEANINGS, meaning_of
 from grpo_tui.view.rank_rows import rank_rows
 from grpo_tui.view.service_details import Attempt, ServiceHistory
@@ -34,6 +35,11 @@ MAX_COPIED = 9
 PAGE_COLUMNS, PAGE_SHARE = 100, 0.94
 BAND_NAME_WIDTH = 25
 METRIC_NAME_WIDTH = 28
+MACHINES_TOLD = (
+    f"{UNFOLDED} and {FOLDED} stand before machines that are unfolded and folded. CPU is of one core, as for services, "
+    "and memory that of the whole machine. A machine is silent when it has not answered for a few seconds, and lost "
+    "when the cluster has given it up; the row and the warnings say what ran there and what happens next."
+)
 MOUSE_TOLD = (
     "Click tabs, keys in the last line, services, warnings, metrics, the timeline, log names, rows, tokens and "
     "answers. The wheel scrolls what is under the pointer, and zooms a plot."
@@ -62,6 +68,9 @@ def help_page(place: str, keys: Sequence[Key], width: int) -> Content:
     signs = [*((glyph, str(state)) for state, glyph in SERVICE_GLYPHS.items()), *PROBE_SIGNS.values()]
     for start in range(0, len(signs), 3):
         rows.append(Content("  " + "".join(f"{glyph} {word:<18}" for glyph, word in signs[start : start + 3])))
+    machines = "  ".join(f"{glyph} {word}" for word, glyph in MACHINE_GLYPHS.items())
+    rows += [Content(""), _heading("machines, where a run is on several"), Content(f"  {machines}")]
+    rows += [Content(f"  {row}") for row in wrapped(MACHINES_TOLD, width - 2)]
     rows += [Content(""), _heading("signs on the timeline"), Content(f"  {MARKS_LEGEND}")]
     rows += [
         Content(""),
@@ -148,6 +157,18 @@ def service_page(
         rows += [Content(""), _heading("environment besides the inherited one; values of secrets and files are masked")]
         told = [f"{name}={value}" for name, value in shown_env(launch).items()]
         rows += [row for each in told or ["none"] for row in _hanging("  ", each, width)]
+    return Content("\n").join(rows)
+
+
+def machine_page(row: MachineRow, now: float, width: int) -> Content:
+    """All that is known of a machine, and each of its GPUs."""
+    since = clock_at(row.machine.since) if row.machine is not None else ""
+    rows = [line for name, fact in machine_facts(row, now, since) for line in _fact_rows(name, fact, width)]
+    for gpu in row.gpus:
+        used = f"{bytes_text(gpu.memory_used_bytes)} of {bytes_text(gpu.memory_total_bytes)}"
+        held = [f"{name} {bytes_text(held_bytes)}" for name, held_bytes in gpu.by_service.items()]
+        told = ", ".join([gpu.name, used, f"{percent_text(gpu.utilization_percent)} busy", *held])
+        rows += _fact_rows(f"GPU {gpu.index}", told, width)
     return Content("\n").join(rows)
 
 

@@ -1,6 +1,7 @@
 """What is wrong with a run, its cause, and the flag that fixes it. Pure.
 
-The rules are in `training_rules.py` (from metrics), `service_rules.py` and `disk_rules.py` (from the status document)
+The rules are in `training_rules.py` (from metrics), `service_rules.py`, `disk_rules.py` and
+`machine_rules.py` (from the status document)
 and `stall_rules.py` (from both); each yields wire `Warning`s with an id that stays the same while the cause lasts. The
 verdict on alignment, from recorded tokens, is in `grpo_engine.diagnosis`.
 """
@@ -13,6 +14,7 @@ from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.supervisor import RunStatus, Warning
 from grpo_tui.view.disk_rules import disks
+from grpo_tui.view.machine_rules import machines, unreported_machines
 from grpo_tui.view.service_rules import SERVICE_RULES
 from grpo_tui.view.stall_rules import stalls
 from grpo_tui.view.training_rules import EXPLAINED_BY, TRAINING_RULES, Measurements
@@ -41,8 +43,10 @@ def diagnose(
         for service_rule in SERVICE_RULES:
             found += service_rule(status)
         found += disks(status)
+        found += machines(status)
     if status is not None and now is not None:
         found += stalls(history, status, now)
+        found += unreported_machines(status, now)
     if history:
         measured = Measurements(history, settings)
         for training_rule in TRAINING_RULES:

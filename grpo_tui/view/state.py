@@ -31,13 +31,16 @@ from grpo_engine.wire.supervisor import (
 )
 from grpo_tui.run_files.timeline import after_event
 from grpo_tui.services.base import Launch
-from grpo_tui.view import viewer
+from grpo_tui.view import machine_selection, viewer
 from grpo_tui.view.alignment import state as alignment_view
 from grpo_tui.view.diagnosis import GRAVITY, UNKNOWN_SETTINGS, diagnose
 from grpo_tui.view.folder_watch import FolderState, folder_warnings
 from grpo_tui.view.gpus import state as gpu_view
 from grpo_tui.view.logs import state as log_view
 from grpo_tui.view.logs.tail import LogView
+from grpo_tui.view.machine_rules import unreported_machines
+from grpo_tui.view.machine_selection import MachineFolded, MachineSelected
+from grpo_tui.view.machines import MachineRow, shown_rows
 from grpo_tui.view.metrics import state as plot_view
 from grpo_tui.view.metrics.history import MetricHistory, extended
 from grpo_tui.view.metrics.names import bands_of
@@ -189,9 +192,27 @@ class ViewState:
 
     @property
     def chosen(self) -> tuple[ServiceStatus, ...]:
-        """The services that keys act on: the tagged ones, else the selected one."""
+        """The services that keys act on: the tagged ones, else the selected one; none where a machine is selected."""
         tagged = tuple(service for service in self.services if service.name in self.viewer.tagged)
-        return tagged or tuple(service for service in self.services if service.name == self.selected)
+        if tagged or self.viewer.machine is not None:
+            return tagged
+        return tuple(service for service in self.services if service.name == self.selected)
+
+    @property
+    def rows(self) -> tuple[MachineRow | ServiceStatus, ...]:
+        """The rows of the table: services, and above them their machines where the run is on several."""
+        return shown_rows(self.status, self.viewer.folded)
+
+    @property
+    def selected_row(self) -> int:
+        """The place of the selected row in `rows`; 0 where nothing is selected."""
+        return next((place for place, row in enumerate(self.rows) if self.is_selected(row)), 0)
+
+    def is_selected(self, row: MachineRow | ServiceStatus) -> bool:
+        """Whether this row is the selected one: that of a machine, or of the service whose log is shown."""
+        if isinstance(row, MachineRow) or self.viewer.machine is not None:
+            return isinstance(row, MachineRow) and row.name == self.viewer.machine
+        return row.name == self.selected
 
     def service(self, name: str | None) -> ServiceStatus | None:
         """The service of that name, if the run has one."""
@@ -317,7 +338,8 @@ class MessageShown:
 Change = (
     Snapshot | ServiceChanged | RunChanged | UsageSampled | Notice | Bye
     | Ticked | ConnectionLost | StatusRead | LaunchesRead | SettingsRead | MetricsRead | FolderChecked | LogRead
-    | ServiceSelected | SelectionMoved | FollowChanged | CommandSent | CommandRefused | MessageShown
+    | ServiceSelected | MachineSelected | MachineFolded | SelectionMoved | FollowChanged
+    | CommandSent | CommandRefused | MessageShown
     | gpu_view.GpuChange | alignment_view.AlignmentChange | rollout_view.RolloutChange
     | plot_view.PlotChange | log_view.LogChange | travel.TravelChange | viewer.ViewerChange
 )  # fmt: skip
@@ -359,6 +381,11 @@ def reduce(state: ViewState, change: Change) -> ViewState:
             return _with_log(state, change)
         case ServiceSelected():
             return _selecting(state, change.name)
+        case MachineSelected():
+            return _at_machine(state, change.name)
+        case MachineFolded():
+            viewer_then = machine_selection.folded(state.viewer, state.status, change, state.selected)
+            return replace(state, viewer=viewer_then)
         case SelectionMoved():
             return _moved(state, change.by)
         case FollowChanged():
@@ -432,7 +459,12 @@ def _after_event(state: ViewState, event: ServiceChanged | RunChanged | UsageSam
 def _after_status_event(state: ViewState, event: ServiceChanged | RunChanged | UsageSampled) -> ViewState:
     if state.status is None:
         return state
-    return _rediagnosed(_selecting_what_starts(replace(state, status=after_event(state.status, event))))
+    after = replace(state, status=after_event(state.status, event))
+    return _rediagnosed(_at_known_machine(_selecting_what_starts(after)))
+
+
+def _at_known_machine(state: ViewState) -> ViewState:
+    return replace(state, viewer=machine_selection.at_known_machine(state.viewer, state.status))
 
 
 def _with_status(state: ViewState, status: RunStatus) -> ViewState:
@@ -442,7 +474,7 @@ def _with_status(state: ViewState, status: RunStatus) -> ViewState:
     log = state.log if state.selected == selected else LogView(service=selected)
     transitions, phases = with_services(state.transitions, state.start_phases, status.services, state.now)
     known = replace(state, status=status, selected=selected, log=log, transitions=transitions, start_phases=phases)
-    return _rediagnosed(known)
+    return _rediagnosed(_at_known_machine(known))
 
 
 def _first_choice(status: RunStatus) -> str | None:
@@ -478,7 +510,7 @@ def merged_warnings(
 ) -> tuple[Warning, ...]:
     """The supervisor's warnings and our own, each id once, the most severe first."""
     by_id = {warning.id: warning for warning in (status.warnings if status else [])}
-    stalled = () if status is None else stalls(lines, status, now)
+    stalled = () if status is None else (*stalls(lines, status, now), *unreported_machines(status, now))
     for warning in (*diagnose((), status), *stalled, *own):
         by_id.setdefault(warning.id, warning)
     return tuple(sorted(by_id.values(), key=lambda warning: GRAVITY[warning.severity]))
@@ -508,7 +540,14 @@ def _with_log(state: ViewState, read: LogRead) -> ViewState:
 
 
 def _selecting(state: ViewState, name: str) -> ViewState:
-    return _showing(replace(state, has_chosen=True), name) if state.service(name) is not None else state
+    if state.service(name) is None:
+        return state
+    viewer_there = machine_selection.at_service(state.viewer, state.status, name)
+    return _showing(replace(state, has_chosen=True, viewer=viewer_there), name)
+
+
+def _at_machine(state: ViewState, name: str) -> ViewState:
+    return replace(state, viewer=machine_selection.at_machine(state.viewer, state.status, name))
 
 
 def _showing(state: ViewState, name: str | None) -> ViewState:
@@ -518,11 +557,13 @@ def _showing(state: ViewState, name: str | None) -> ViewState:
 
 
 def _moved(state: ViewState, by: int) -> ViewState:
-    names = [service.name for service in state.services]
-    if not names:
+    rows = state.rows
+    if not rows:
         return state
-    place = names.index(state.selected) + by if state.selected in names else 0
-    return _selecting(state, names[min(max(place, 0), len(names) - 1)])
+    is_anywhere = any(map(state.is_selected, rows))
+    place = state.selected_row + by if is_anywhere else 0
+    row = rows[min(max(place, 0), len(rows) - 1)]
+    return _at_machine(state, row.name) if isinstance(row, MachineRow) else _selecting(state, row.name)
 
 
 def _visible_memory(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:

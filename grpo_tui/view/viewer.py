@@ -17,6 +17,10 @@ class Viewer:
     """Whether to show the hint for new users."""
     has_board: bool = False
     """Whether the screen was opened from the board, to which `q` leads back."""
+    machine: str | None = None
+    """The machine whose row is selected; None while that of a service is."""
+    folded: frozenset[str] = frozenset()
+    """Machines whose services are not shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,7 @@ class MainScreen(RunScreen):
         height -= rows_taken(state, height)
         left = left_columns(width) - PADDING
         start_rows = start_panel.rows_wanted(state, left)
-        asked = (width, height, len(state.services), start_rows, num_gpus, names, state.warnings)
+        asked = (width, height, len(state.rows), start_rows, num_gpus, names, state.warnings)
         if asked == self._arranged_for:
             return
         self._arranged_for = asked
@@ -111,7 +111,7 @@ class MainScreen(RunScreen):
 def _wanted(state: ViewState, width: int) -> Wanted:
     has_steps = state.history.last is not None
     return Wanted(
-        num_services=max(1, len(state.services)),
+        num_services=max(1, len(state.rows)),
         start_rows=start_panel.rows_wanted(state, width),
         gpu_rows=gpu_panel.rows_wanted(state),
         phase_rows=phase_timeline.rows_wanted(state),

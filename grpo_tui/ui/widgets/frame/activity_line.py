@@ -27,6 +27,7 @@ WAITED_FOR = PASSING_STATES | {ServiceState.WAITING}
 QUIET_WORDS = "↑↓ select a service · space tags it · ^p all commands · ? help"
 WATCHING_WORDS = "↑↓ select a service to see its log · ^p all commands · ? help"
 ELSEWHERE_WORDS = "1 back to the services · ^p all commands · ? help"
+MACHINE_WORDS = "← → fold and unfold the machine · F all of them · d all about it · ? help"
 TRAVEL_WORDS = "⇧← ⇧→ ten steps · click or drag on the timeline · ? help"
 FIRST_WORDS = "New here? v restarts vLLM · ? explains every key · q leaves, the run keeps running"
 FIRST_WATCHING_WORDS = "New here? 1 to 6 are the screens · ? explains every key · q leaves, the run keeps running"
@@ -73,6 +74,8 @@ class ActivityLine(Lines):
             return TRAVEL_WORDS, ".faint"
         if not self._chooses_services:
             return ELSEWHERE_WORDS, ".faint"
+        if state.viewer.machine is not None:
+            return MACHINE_WORDS, ".faint"
         tagged = [service.name for service in state.chosen] if state.viewer.tagged else []
         if tagged:
             names = ", ".join(tagged)

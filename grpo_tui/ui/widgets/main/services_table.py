@@ -1,5 +1,7 @@
 """The services table: state, uptime, load, memory, ports and explanation, as many columns as fit.
 
+On several machines there is a row for each machine, and its services stand below it.
+
 Columns have a rank; a narrow terminal shows the first ranks, and the last column takes what is left. Rows that do not
 fit scroll with the selection.
 """
@@ -17,7 +19,10 @@ from grpo_engine.wire.supervisor import ServiceState, ServiceStatus, WaitsFor
 from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS
 from grpo_tui.ui.messages import ServiceClicked
 from grpo_tui.ui.widgets.lines import Lines, Styled, Wheel, fit, line
+from grpo_tui.ui.widgets.main.machine_cells import machine_line
 from grpo_tui.view.format import UNKNOWN, age_text, bytes_text, clock_text, names_text, percent_text
+from grpo_tui.view.machine_selection import MachineFolded, MachineSelected
+from grpo_tui.view.machines import MachineRow
 from grpo_tui.view.service_rules import reason
 from grpo_tui.view.starting import missing_needs, preparation
 from grpo_tui.view.state import ServiceSelected, ViewState
@@ -37,6 +42,8 @@ PASSING_STATES = frozenset({ServiceState.STARTING, ServiceState.STOPPING, Servic
 """Transitional states: they show their seconds."""
 DOWN_STATES = frozenset({ServiceState.WAITING, ServiceState.STOPPED, ServiceState.FINISHED, ServiceState.FAILED})
 TAG = "◆"
+INDENT = 3
+"""Of services below their machine."""
 MIN_NAME, MAX_NAME, MAX_WIDE_NAME = 7, 16, 26
 WIDE_TABLE = 100
 """Width from which long names get more room."""
@@ -72,7 +79,7 @@ COLUMNS = (
 
 
 class ServicesTable(Lines, Wheel):
-    """One row a service; a click selects."""
+    """One row a service, and one a machine where there are several; a click selects."""
 
     ON_WHEEL = ("app.select(-1)", "app.select(1)")
 
@@ -82,59 +89,78 @@ class ServicesTable(Lines, Wheel):
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """The titles, then the rows around the selected one."""
+        rows = state.rows
+        indent = INDENT if any(isinstance(row, MachineRow) for row in rows) else 0
         longest = MAX_WIDE_NAME if width >= WIDE_TABLE else MAX_NAME
-        name_width = min(longest, max([MIN_NAME, *(cell_len(service.name) for service in state.services)]))
-        columns = _columns_for(width - name_width - STATE_WIDTH - 4, has_gpus=bool(state.status and state.status.gpus))
+        name_width = min(longest, max([MIN_NAME, *(cell_len(row.name) + indent for row in rows)]))
+        columns = _columns_for(width - name_width - STATE_WIDTH - 4, has_gpus=_has_gpus(state))
         note_width = width - name_width - STATE_WIDTH - 4 - sum(column.width + 1 for column in columns) - 1
         titles = [("  " + fit("service", name_width) + " " + fit("state", STATE_WIDTH), ".title")]
         titles += [(" " + fit(column.title, column.width, right=True), ".title") for column in columns]
-        if not state.services:
+        if not rows:
             words = "no service yet" if state.status else "waiting for the supervisor"
             return [line(*titles), line((f"  {words}", ".muted"))]
         first = self._first_row(state, height - 1)
-        hidden = len(state.services) - (height - 1)
+        hidden = len(rows) - (height - 1)
         note = f"{hidden} more: ↑↓" if hidden > 0 else "health"
         titles.append(("  " + fit(note, note_width), ".title"))
-        rows = [
-            self._row(service, state, columns, name_width, note_width)
-            for service in state.services[first : first + height - 1]
-        ]
-        return [line(*titles), *rows]
+        drawn = [line(*titles)]
+        for row in rows[first : first + height - 1]:
+            if isinstance(row, MachineRow):
+                told = [(column.title, column.width) for column in columns]
+                content = machine_line(
+                    row, state, told, name_width=name_width, state_width=STATE_WIDTH, note_width=note_width
+                )
+            else:
+                content = _service_line(row, state, columns, name_width, note_width, indent)
+            drawn.append(self._marked(content) if state.is_selected(row) else content)
+        return drawn
 
     def on_click(self, event: events.Click) -> None:
-        """Select the service under the pointer."""
+        """Select the row under the pointer; a click on a machine that is selected folds or unfolds it."""
         if self._state is None:
             return
-        place = event.y - 1 + self._first_row(self._state, self.size.height - 1)
-        if event.y >= 1 and place < len(self._state.services):
-            self.post_message(ServiceClicked(ServiceSelected(name=self._state.services[place].name)))
+        state, rows = self._state, self._state.rows
+        place = event.y - 1 + self._first_row(state, self.size.height - 1)
+        if event.y < 1 or place >= len(rows):
+            return
+        row = rows[place]
+        if not isinstance(row, MachineRow):
+            self.post_message(ServiceClicked(ServiceSelected(name=row.name)))
+        elif state.is_selected(row):
+            self.post_message(ServiceClicked(MachineFolded(name=row.name)))
+        else:
+            self.post_message(ServiceClicked(MachineSelected(name=row.name)))
 
     def _first_row(self, state: ViewState, num_rows: int) -> int:
-        """Scroll so far that the selected service is among the rows."""
-        names = [service.name for service in state.services]
-        place = names.index(state.selected) if state.selected in names else 0
-        return max(0, min(place - num_rows // 2, len(names) - num_rows))
+        """Scroll so far that the selected row is among the rows."""
+        return max(0, min(state.selected_row - num_rows // 2, len(state.rows) - num_rows))
 
-    def _row(
-        self, service: ServiceStatus, state: ViewState, columns: list[Column], name_width: int, note_width: int
-    ) -> Content:
-        is_selected = service.name == state.selected
-        quiet = ".muted" if service.state in DOWN_STATES else ""
-        cells: list[str | tuple[str, str]] = [
-            ("▌" if is_selected else " ", ".busy"),
-            (TAG if service.name in state.viewer.tagged else " ", ".accent"),
-            (fit(service.name, name_width), ".strong"),
-            " ",
-            (fit(state_text(service, state), STATE_WIDTH), state_style(service)),
-        ]
-        cells += [
-            (" " + fit(column.text(service, state), column.width, right=True), column.style or quiet)
-            for column in columns
-        ]
-        words, style = explanation(service, state)
-        cells.append(("  " + fit(words, note_width), style))
-        row = line(*cells)
-        return row.pad_right(max(0, self.size.width - row.cell_length)).stylize(".selected") if is_selected else row
+    def _marked(self, row: Content) -> Content:
+        return row.pad_right(max(0, self.size.width - row.cell_length)).stylize(".selected")
+
+
+def _has_gpus(state: ViewState) -> bool:
+    status = state.status
+    return status is not None and bool(status.gpus or any(machine.gpus for machine in status.machines))
+
+
+def _service_line(
+    service: ServiceStatus, state: ViewState, columns: list[Column], name_width: int, note_width: int, indent: int
+) -> Content:
+    quiet = ".muted" if service.state in DOWN_STATES else ""
+    cells: list[str | tuple[str, str]] = [
+        ("▌" if state.is_selected(service) else " ", ".busy"),
+        (TAG if service.name in state.viewer.tagged else " ", ".accent"),
+        (fit(" " * indent + service.name, name_width), ".strong" if not indent else ""),
+        " ",
+        (fit(state_text(service, state), STATE_WIDTH), state_style(service)),
+    ]
+    cells += [
+        (" " + fit(column.text(service, state), column.width, right=True), column.style or quiet) for column in columns
+    ]
+    words, style = explanation(service, state)
+    return line(*cells, ("  " + fit(words, note_width), style))
 
 
 STATE_WIDTH = 16
