@@ -25,14 +25,14 @@ def machines(status: RunStatus) -> Iterator[Warning]:
             yield Warning(
                 id=f"machine-lost:{machine.name}",
                 severity="error" if missing else "warning",
-                text=f"{where} is lost since {_clock(machine.since)}, and with it {_ran(machine.lost_services)}",
+                text=f"{where} is lost since {_clock(machine.since)}: {_ran(machine.lost_services)} ran there",
                 hint=machine.next,
             )
         elif machine.lost_at is not None and missing:
             yield Warning(
                 id=f"machine-lost:{machine.name}",
                 severity="error",
-                text=f"{where} was lost at {_clock(machine.lost_at)}, and with it {_ran(machine.lost_services)}; "
+                text=f"{where} was lost at {_clock(machine.lost_at)}: {_ran(machine.lost_services)} ran there; "
                 + ("it joins again" if machine.is_joining else "it is back"),
                 hint=machine.next or "; ".join(_started(name, status) for name in missing),
             )
@@ -61,7 +61,7 @@ def unreported_machines(status: RunStatus, now: float) -> Iterator[Warning]:
 
 def _ran(services: Iterable[str]) -> str:
     names = list(services)
-    return names_text(names) if names else "no service"
+    return names_text(names) if names else "nothing of the run"
 
 
 def _started(name: str, status: RunStatus) -> str:

@@ -5,7 +5,7 @@ A run without a cluster has no rows of machines, and is shown as if this module 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_engine.wire.supervisor import (
@@ -20,6 +20,7 @@ from grpo_tui.view.format import UNKNOWN, bytes_text, clock_text, count_text, pe
 
 HERE = "supervisor"
 """The row of the machine that the supervisor runs on, with the services that were not placed."""
+SHORT_NAME = 6
 UP = frozenset({ServiceState.READY, ServiceState.FINISHED})
 
 
@@ -56,6 +57,13 @@ class PlacedGpu:
         """`GPU 0`, `machine-2 GPU 0`."""
         return f"GPU {self.gpu.index}" if self.machine is None else f"{self.machine} GPU {self.gpu.index}"
 
+    @property
+    def short_label(self) -> str:
+        """`GPU 0`, `2:0` of the machine whose name ends in 2; where there is little room."""
+        if self.machine is None:
+            return f"GPU {self.gpu.index}"
+        return f"{self.machine.rpartition('-')[2][-SHORT_NAME:]}:{self.gpu.index}"
+
 
 def machine_rows(status: RunStatus | None) -> tuple[MachineRow, ...]:
     """The machines in their order, that of the supervisor first; none without a cluster."""
@@ -91,19 +99,26 @@ def _places(status: RunStatus) -> Mapping[str, str]:
 
 
 def all_gpus(status: RunStatus) -> list[PlacedGpu]:
+    """The GPUs of the supervisor's machine and of all others, as `gpus_of` has them."""
+    return gpus_of(status.gpus, status.machines)
+
+
+def gpus_of(here: Sequence[GpuStatus], machines: Sequence[MachineStatus]) -> list[PlacedGpu]:
     """The GPUs of the supervisor's machine and of all others.
 
     Machines of a private cluster, and a supervisor on a machine of its cluster, see the same GPUs: each is told once,
     as that of the first machine that has services there, with what all of them hold of it.
     """
+    if not machines:
+        return [PlacedGpu(machine=None, gpu=gpu) for gpu in here]
     seen: dict[str, list[PlacedGpu]] = {}
-    for machine in status.machines:
+    for machine in machines:
         for gpu in machine.gpus:
             seen.setdefault(gpu.uuid, []).append(PlacedGpu(machine=machine.name, gpu=gpu))
-    for gpu in status.gpus:
+    for gpu in here:
         seen.setdefault(gpu.uuid, []).append(PlacedGpu(machine=None, gpu=gpu))
     merged = [_merged(group) for group in seen.values()]
-    order: dict[str | None, int] = {machine.name: place for place, machine in enumerate(status.machines)}
+    order: dict[str | None, int] = {machine.name: place for place, machine in enumerate(machines)}
     order[None] = -1
     return sorted(merged, key=lambda each: (order[each.machine], each.gpu.index))
 
@@ -122,6 +137,14 @@ def _merged(views: list[PlacedGpu]) -> PlacedGpu:
     processes = [known.get(process.pid, process) for process in holder.gpu.processes]
     merged = holder.gpu.model_copy(update={"by_service": held, "other_bytes": others, "processes": processes})
     return PlacedGpu(machine=holder.machine, gpu=merged)
+
+
+def services_elsewhere(status: RunStatus | None) -> frozenset[str]:
+    """Services whose memory is not that of the supervisor's machine; those of a private cluster are on it."""
+    if status is None:
+        return frozenset()
+    far = [machine for machine in status.machines if not machine.address.startswith("127.")]
+    return frozenset(name for machine in far for name in machine.services)
 
 
 def shown_rows(status: RunStatus | None, folded: Collection[str] = ()) -> tuple[MachineRow | ServiceStatus, ...]:

@@ -16,6 +16,7 @@ from grpo_tui.ui.widgets.frame.travel_bar import rows_taken
 from grpo_tui.ui.widgets.gpu_report import TWO_COLUMNS, GpuReport
 from grpo_tui.view.gpus.reader import read_memory_plan, read_samples
 from grpo_tui.view.gpus.state import CommandsTurned, PastRead, PlanRead, SpanTurned
+from grpo_tui.view.machines import all_gpus
 from grpo_tui.view.state import ViewState
 
 KEYS = (
@@ -102,9 +103,10 @@ class GpusScreen(RunScreen):
 
     def _chart_rows(self, state: ViewState) -> int:
         width, height = self.size
-        if state.status is not None and not state.status.gpus:
+        num_gpus = None if state.status is None else len(all_gpus(state.status))
+        if num_gpus == 0:
             return min(NUM_HOST_ROWS, max(5, height - rows_taken(state, height) - NUM_ROWS_OF_HOST))
-        if width >= TWO_COLUMNS and state.status is not None and len(state.status.gpus) <= 1:
+        if width >= TWO_COLUMNS and num_gpus == 1:
             return min(20, max(8, height - NUM_OTHER_ROWS))  # all blocks stand beside each other
         return 5 if height < LOW else 8 if height < HIGH else 10
 

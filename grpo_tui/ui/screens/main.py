@@ -20,6 +20,7 @@ from grpo_tui.ui.widgets.main.metrics_panel import PRIMARY_METRICS, MetricsPanel
 from grpo_tui.ui.widgets.main.services_table import ServicesTable
 from grpo_tui.ui.widgets.main.start_panel import StartPanel
 from grpo_tui.ui.widgets.main.warnings_bar import WarningsBar
+from grpo_tui.view.machines import all_gpus
 from grpo_tui.view.state import ViewState
 
 PADDING = 2
@@ -78,7 +79,7 @@ class MainScreen(RunScreen):
         if not width or not height:
             return
         names = tuple(state.history.last.metrics) if state.history.last else ()
-        num_gpus = len(state.status.gpus) if state.status else 0
+        num_gpus = len(all_gpus(state.status)) if state.status else 0
         height -= rows_taken(state, height)
         left = left_columns(width) - PADDING
         start_rows = start_panel.rows_wanted(state, left)

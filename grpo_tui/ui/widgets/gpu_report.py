@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from textual.content import Content
@@ -30,9 +30,11 @@ from grpo_tui.ui.widgets.main.gpu_panel import NO_GPU_WORDS, host_parts
 from grpo_tui.view.format import bytes_text, clock_text, count_text, duration_text, percent_text
 from grpo_tui.view.gpus.history import Columns, figures_of, laid_out, means, peaks
 from grpo_tui.view.gpus.rules import blame, compared, planned_on
-from grpo_tui.view.gpus.state import OTHERS, UNKNOWN_HOLDER, GpuFigures, GpuMoment, moments_until
+from grpo_tui.view.gpus.state import OTHERS, UNKNOWN_HOLDER, GpuFigures, GpuMoment, moments_of, moments_until
+from grpo_tui.view.machines import PlacedGpu, all_gpus, gpu_words, machine_rows, services_elsewhere, state_words
 from grpo_tui.view.rank_rows import rank_name, rank_rows
 from grpo_tui.view.state import ViewState
+from grpo_tui.view.timeline.state import clock_at
 
 INDENT = 2
 GUTTER = 18
@@ -126,7 +128,7 @@ def report(
     if state.status is None:
         words = line(("waiting for the supervisor", ".muted"))
         return Made(lines=[words], starts=[0], blocks=[[words]], form=())
-    gpus = state.status.gpus
+    gpus = all_gpus(state.status)
     is_wide = width >= TWO_COLUMNS and bool(gpus)
     block_width = (width - COLUMN_GAP) // 2 if is_wide else width
     moments = moments_until(state.gpus, state.until)
@@ -135,12 +137,16 @@ def report(
     kept = before if before is not None and in_sight is not None and before.form == form else None
     fresh = kept.numbers_in_sight(in_sight) if kept is not None and in_sight is not None else range(0)
 
-    def made(gpu: GpuStatus | None) -> list[Content]:
-        if gpu is None:
+    def made(placed: PlacedGpu | None) -> list[Content]:
+        if placed is None:
             return _host_block(state, block_width, chart_rows, columns)
-        return _gpu_block(gpu, state, block_width, chart_rows, columns, moments)
+        return _gpu_block(placed, state, block_width, chart_rows, columns, moments)
 
-    lines, starts, blocks = _all_together(gpus, width), list[int](), list[list[Content]]()
+    lines, starts, blocks = (
+        _all_together(gpus, width) + _machine_lines(state, width),
+        list[int](),
+        list[list[Content]](),
+    )
     whose = [*gpus, None]
     a_row = 2 if is_wide else 1
     for number, place in enumerate(range(0, len(whose), a_row)):
@@ -163,15 +169,18 @@ def _form(state: ViewState, width: int, chart_rows: int) -> tuple[object, ...]:
         *what,
         shown,
         *(
-            (gpu.index, gpu.stale_s is None, len(gpu.processes), len(gpu.mig), tuple(gpu.by_service))
-            for gpu in state.status.gpus
+            (each.machine, gpu.index, gpu.stale_s is None, len(gpu.processes), len(gpu.mig), tuple(gpu.by_service))
+            for each in all_gpus(state.status)
+            for gpu in (each.gpu,)
         ),
+        len(state.status.machines),
     )
 
 
-def _all_together(gpus: Sequence[GpuStatus], width: int) -> list[Content]:
+def _all_together(placed: Sequence[PlacedGpu], width: int) -> list[Content]:
     """A summary of several GPUs: memory used, mean utilisation, and the fullest one."""
-    known = [(gpu.memory_used_bytes, gpu.memory_total_bytes, gpu) for gpu in gpus]
+    gpus = [each.gpu for each in placed]
+    known = [(each.gpu.memory_used_bytes, each.gpu.memory_total_bytes, each) for each in placed]
     told = [(used, total, gpu) for used, total, gpu in known if used is not None and total]
     if len(gpus) < 2 or not told:
         return []
@@ -180,21 +189,38 @@ def _all_together(gpus: Sequence[GpuStatus], width: int) -> list[Content]:
     busy = [gpu.utilization_percent for gpu in gpus if gpu.utilization_percent is not None]
     if busy:
         words += f" · {percent_text(sum(busy) / len(busy))} busy on average"
-    words += f" · fullest GPU {fullest.index} ({bytes_text(used)})"
+    words += f" · fullest {fullest.label} ({bytes_text(used)})"
     return [line((f" {len(gpus)} GPUs: ", ".strong"), words).truncate(width, ellipsis=True)]
+
+
+def _machine_lines(state: ViewState, width: int) -> list[Content]:
+    """A line for each machine of a cluster: its GPUs together, or why there are none to show."""
+    rows = machine_rows(state.status)
+    if not rows:
+        return []
+    name_width = max(len(row.name) for row in rows)
+    told = []
+    for row in rows:
+        words, style = gpu_words(row) or "no GPU reported", ".muted"
+        if row.machine is not None and row.machine.state != "ready":
+            since = clock_at(row.machine.since)
+            words, style = f"{state_words(row.machine, state.now)}, since {since}: its GPUs are unknown", ".warning"
+        told.append(line(f" {fit(row.name, name_width)}  ", (words, style)).truncate(width, ellipsis=True))
+    return [*told, Content("")]
 
 
 # --- a GPU ---------------------------------------------------------------------------------------------------------
 
 
 def _gpu_block(
-    gpu: GpuStatus, state: ViewState, width: int, chart_rows: int, columns: Columns, moments: Sequence[GpuMoment]
+    placed: PlacedGpu, state: ViewState, width: int, chart_rows: int, columns: Columns, moments: Sequence[GpuMoment]
 ) -> list[Content]:
-    rows = [rule(width, f"GPU {gpu.index} · {gpu.name}", _condition(gpu))]
+    gpu = placed.gpu
+    rows = [rule(width, f"{placed.label} · {gpu.name}", _condition(gpu))]
     if gpu.stale_s is not None:
         words = f"  ▲ these figures are {clock_text(gpu.stale_s)} old: the driver does not answer"
         rows.append(line((words, ".warning")).truncate(width, ellipsis=True))
-    history = figures_of(columns, gpu.index)
+    history = figures_of(columns, gpu.index, placed.machine)
     fullest = peaks(history, lambda figures: figures.used_bytes)
     held = [None if figures is None else _held_parts(figures.by_holder, state) for figures in fullest]
     rows += _memory_now(gpu, state, width, held)
@@ -204,7 +230,7 @@ def _gpu_block(
         rows += [*_history(gpu, history, held, chart_rows), _time_axis(columns, state)]
     else:
         rows.append(line((NO_HISTORY, ".muted")).truncate(width, ellipsis=True))
-    rows += _blame_lines(gpu, state, width, moments)
+    rows += _blame_lines(gpu, state, width, moments_of(moments, placed.machine))
     return rows
 
 
@@ -424,7 +450,7 @@ def _host_block(state: ViewState, width: int, chart_rows: int, columns: Columns)
     """Host memory by service, and why no GPU is shown."""
     assert state.status is not None
     rows = [rule(width, "host memory")]
-    if not state.status.gpus:
+    if not all_gpus(state.status):
         rows += _wrapped(f"no GPU figures: {state.status.gpu_note or NO_GPU_WORDS}", width, INDENT, ".warning")
         rows += _wrapped("→ `grpo-tui doctor` checks what is missing", width, INDENT, ".muted")
     parts = host_parts(state)
@@ -437,7 +463,8 @@ def _host_block(state: ViewState, width: int, chart_rows: int, columns: Columns)
         drawn = bar(parts, memory.total_bytes, max(0, width - INDENT - len(amounts)))
         rows.append(line(" " * INDENT, *drawn, amounts))
     fullest = peaks(columns.moments, lambda moment: sum(moment.rss_bytes.values()))
-    shown = [None if moment is None else service_parts(moment.rss_bytes, state) for moment in fullest]
+    far = services_elsewhere(state.status)
+    shown = [None if moment is None else service_parts(_without(moment.rss_bytes, far), state) for moment in fullest]
     rows += [*_wrapped_pieces(_whole_legend(parts, shown), width, INDENT), Content("")]
     if ranks := rank_rows(state.services, state.now):
         styles = [".title", *(".muted" for _ in ranks[1:])]
@@ -448,6 +475,10 @@ def _host_block(state: ViewState, width: int, chart_rows: int, columns: Columns)
         return [*rows, line((NO_HISTORY, ".muted")).truncate(width, ellipsis=True)]
     rows += _chart(shown, most, chart_rows)
     return [*rows, _time_axis(columns, state)]
+
+
+def _without(num_bytes: Mapping[str, int], names: Collection[str]) -> Mapping[str, int]:
+    return {name: each for name, each in num_bytes.items() if name not in names} if names else num_bytes
 
 
 # --- lines ---------------------------------------------------------------------------------------------------------

@@ -64,9 +64,9 @@ def laid_out(moments: Sequence[GpuMoment], num_columns: int, span_s: float | Non
     return Columns(start=start, column_s=column_s, moments=tuple(map(tuple, columns)))
 
 
-def figures_of(columns: Columns, index: int) -> list[list[GpuFigures]]:
+def figures_of(columns: Columns, index: int, machine: str | None = None) -> list[list[GpuFigures]]:
     """What each column has of one GPU."""
-    return [[figures for moment in column if (figures := moment.gpu(index))] for column in columns.moments]
+    return [[figures for moment in column if (figures := moment.gpu(index, machine))] for column in columns.moments]
 
 
 def means(columns: Iterable[Sequence[Figures]], value: Callable[[Figures], float | None]) -> list[float | None]:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import assert_never
 
 from grpo_engine.wire.supervisor import GpuStatus, UsageSampled
+from grpo_tui.view.machines import gpus_of
 
 MAX_MOMENTS = 600
 RECENT_MOMENTS = 150
@@ -37,6 +38,8 @@ class GpuFigures:
     utilization_percent: float | None
     power_watts: float | None
     temperature_celsius: float | None
+    machine: str | None = None
+    """Of a cluster; None: that of the supervisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +50,11 @@ class GpuMoment:
     gpus: tuple[GpuFigures, ...]
     rss_bytes: Mapping[str, int]
 
-    def gpu(self, index: int) -> GpuFigures | None:
+    def gpu(self, index: int, machine: str | None = None) -> GpuFigures | None:
         """The figures of one GPU, if it was there."""
-        if index < len(self.gpus) and self.gpus[index].index == index:  # nearly always, and asked thousands of times
-            return self.gpus[index]
-        return next((gpu for gpu in self.gpus if gpu.index == index), None)
+        if index < len(self.gpus) and self.gpus[index].index == index and self.gpus[index].machine == machine:
+            return self.gpus[index]  # nearly always, and asked thousands of times
+        return next((gpu for gpu in self.gpus if gpu.index == index and gpu.machine == machine), None)
 
     @property
     def fullness(self) -> int:
@@ -154,7 +157,11 @@ def moment_of(sample: UsageSampled) -> GpuMoment:
     """A sample as it is remembered."""
     return GpuMoment(
         time=sample.time,
-        gpus=tuple(_figures(gpu) for gpu in sample.gpus if gpu.stale_s is None),
+        gpus=tuple(
+            _figures(each.gpu, each.machine)
+            for each in gpus_of(sample.gpus, sample.machines or ())
+            if each.gpu.stale_s is None
+        ),
         rss_bytes=sample.rss_bytes,
     )
 
@@ -162,6 +169,17 @@ def moment_of(sample: UsageSampled) -> GpuMoment:
 def moments_until(gpus: GpuView, until: float | None) -> Sequence[GpuMoment]:
     """The moments up to a time; None: all of them."""
     return gpus.moments if until is None else [each for each in gpus.moments if each.time <= until]
+
+
+def moments_of(moments: Sequence[GpuMoment], machine: str | None) -> Sequence[GpuMoment]:
+    """The moments with the GPUs of one machine alone, as if it were the only one."""
+    if machine is None and all(gpu.machine is None for moment in moments for gpu in moment.gpus):
+        return moments
+    return [_of_machine(moment, machine) for moment in moments]
+
+
+def _of_machine(moment: GpuMoment, machine: str | None) -> GpuMoment:
+    return replace(moment, gpus=tuple(replace(gpu, machine=None) for gpu in moment.gpus if gpu.machine == machine))
 
 
 def _with_past(moments: tuple[GpuMoment, ...], samples: Iterable[UsageSampled]) -> tuple[GpuMoment, ...]:
@@ -173,7 +191,7 @@ def _with_past(moments: tuple[GpuMoment, ...], samples: Iterable[UsageSampled]) 
     return _bounded((*past, *moments))
 
 
-def _figures(gpu: GpuStatus) -> GpuFigures:
+def _figures(gpu: GpuStatus, machine: str | None) -> GpuFigures:
     held = sum(gpu.by_service.values())
     rest = OTHERS if gpu.other_bytes is not None else UNKNOWN_HOLDER
     rest_bytes = max(0, (gpu.memory_used_bytes or 0) - held)
@@ -185,6 +203,7 @@ def _figures(gpu: GpuStatus) -> GpuFigures:
         utilization_percent=gpu.utilization_percent,
         power_watts=gpu.power_watts,
         temperature_celsius=gpu.temperature_celsius,
+        machine=machine,
     )
 
 

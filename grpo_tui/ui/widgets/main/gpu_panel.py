@@ -16,6 +16,7 @@ from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line
 from grpo_tui.view.format import bytes_text, clock_text, count_text, percent_text
 from grpo_tui.view.gpus.history import Columns, figures_of, laid_out, means, peaks
 from grpo_tui.view.gpus.state import GpuFigures, moments_until
+from grpo_tui.view.machines import PlacedGpu, all_gpus, services_elsewhere
 from grpo_tui.view.state import ViewState
 
 LABEL_WIDTH = 7
@@ -43,40 +44,43 @@ class GpuPanel(Lines):
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Rebuilt with each memory sample; host memory is shown only without GPUs."""
-        host_memory = None if state.status is not None and state.status.gpus else state.host_memory
+        host_memory = None if state.status is not None and all_gpus(state.status) else state.host_memory
         return (state.status, host_memory, state.gpus.moments, state.until)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
         """Bars, then the legend with what each service holds on all of them together."""
         if state.status is None or not height:
             return []
-        gpus = state.status.gpus
+        gpus = all_gpus(state.status)
         if not gpus:
             return _host_lines(state, width)
-        parts = [gpu_parts(gpu, state) for gpu in gpus]
+        parts = [gpu_parts(each.gpu, state) for each in gpus]
         if len(gpus) < height:
             columns = laid_out(moments_until(state.gpus, state.until), SPARK_WIDTH) if width >= HISTORY_WIDTH else None
             bars = [_gpu_line(gpu, width, held, columns) for gpu, held in zip(gpus, parts, strict=True)]
         else:
             bars = _packed(gpus, parts, width, max(1, height - 1))
         notes: list[Styled] = [("% = busy", ".muted")] if len(gpus) >= height else []
-        if not all(gpu.are_shares_known for gpu in gpus):
+        if not all(each.gpu.are_shares_known for each in gpus):
             notes.append((SHARES_UNKNOWN, ".warning"))
         return [*bars, _legend(list(itertools.chain(*parts)), width, notes)]
 
 
 def rows_wanted(state: ViewState) -> int:
     """Rows that show everything: the bars and the legend."""
-    if state.status is not None and not state.status.gpus:
+    gpus = all_gpus(state.status) if state.status is not None else []
+    if state.status is not None and not gpus:
         return 2 if host_parts(state) else 1
-    return 1 + max(1, len(state.status.gpus) if state.status else 0)
+    return 1 + max(1, len(gpus))
 
 
-def _gpu_line(gpu: GpuStatus, width: int, parts: list[Part], columns: Columns | None) -> Content:
+def _gpu_line(placed: PlacedGpu, width: int, parts: list[Part], columns: Columns | None) -> Content:
     """One GPU; its history stands beside its figures where there are columns for it."""
-    label = (fit(f"GPU {gpu.index}", LABEL_WIDTH), ".strong")
+    gpu = placed.gpu
+    label_width = max(LABEL_WIDTH, len(placed.label) + 1)
+    label = (fit(placed.label, label_width), ".strong")
     used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
-    history = None if columns is None else figures_of(columns, gpu.index)
+    history = None if columns is None else figures_of(columns, gpu.index, placed.machine)
     if used is None or not total:
         return line(label, ("memory unknown  ", ".muted"), *_activity(gpu, history))
     amounts: list[str | Styled] = [f"  {bytes_text(used)} of {bytes_text(total)}"]
@@ -84,11 +88,11 @@ def _gpu_line(gpu: GpuStatus, width: int, parts: list[Part], columns: Columns | 
         fullest = peaks(history, lambda figures: figures.used_bytes)
         amounts += [" ", _spark([None if each is None else each.used_bytes for each in fullest], total)]
     figures = line(*amounts, *_activity(gpu, history))
-    bar_width = min(MAX_BAR, width - LABEL_WIDTH - figures.cell_length)
+    bar_width = min(MAX_BAR, width - label_width - figures.cell_length)
     return line(label, *bar(parts, total, bar_width)) + figures
 
 
-def _packed(gpus: Sequence[GpuStatus], parts: Sequence[list[Part]], width: int, num_rows: int) -> list[Content]:
+def _packed(gpus: Sequence[PlacedGpu], parts: Sequence[list[Part]], width: int, num_rows: int) -> list[Content]:
     """Several GPUs a row where there are fewer rows: number, bar and how busy each is."""
     a_row = -(-len(gpus) // num_rows)
     cell_width = (width - GAP * (a_row - 1)) // a_row
@@ -101,9 +105,10 @@ def _packed(gpus: Sequence[GpuStatus], parts: Sequence[list[Part]], width: int, 
     return rows[:num_rows]
 
 
-def _cell(gpu: GpuStatus, parts: list[Part], width: int) -> Content:
+def _cell(placed: PlacedGpu, parts: list[Part], width: int) -> Content:
+    gpu = placed.gpu
     figure = "stale" if gpu.stale_s is not None else percent_text(gpu.utilization_percent)
-    label, end = f"GPU {gpu.index} ", f" {fit(figure, 5 if gpu.stale_s is not None else 4, right=True)}"
+    label, end = f"{placed.short_label} ", f" {fit(figure, 5 if gpu.stale_s is not None else 4, right=True)}"
     end_style = ".warning" if gpu.stale_s is not None else ".muted"
     room = width - len(label) - len(end)
     total = gpu.memory_total_bytes
@@ -150,7 +155,9 @@ def _host_lines(state: ViewState, width: int) -> list[Content]:
 
 def host_parts(state: ViewState) -> list[Part]:
     """Host memory by service, and that of all other processes."""
-    parts = service_parts({service.name: service.rss_bytes for service in state.services}, state)
+    elsewhere = services_elsewhere(state.status)
+    here = [service for service in state.services if service.name not in elsewhere]
+    parts = service_parts({service.name: service.rss_bytes for service in here}, state)
     if state.host_memory is None:
         return parts
     used = state.host_memory.total_bytes - state.host_memory.available_bytes

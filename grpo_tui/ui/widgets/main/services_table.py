@@ -108,9 +108,7 @@ class ServicesTable(Lines, Wheel):
         for row in rows[first : first + height - 1]:
             if isinstance(row, MachineRow):
                 told = [(column.title, column.width) for column in columns]
-                content = machine_line(
-                    row, state, told, name_width=name_width, state_width=STATE_WIDTH, note_width=note_width
-                )
+                content = machine_line(row, state, told, name_width=name_width, state_width=STATE_WIDTH, width=width)
             else:
                 content = _service_line(row, state, columns, name_width, note_width, indent)
             drawn.append(self._marked(content) if state.is_selected(row) else content)
