@@ -40,7 +40,7 @@ def machines(status: RunStatus) -> Iterator[Warning]:
             yield Warning(
                 id=f"machine-silent:{machine.name}",
                 severity="error",
-                text=f"{where} has not answered since {_clock(machine.since)}; it runs {_ran(machine.services)}",
+                text=f"{where}, silent since {_clock(machine.since)}, runs {_ran(machine.services)}",
                 hint=machine.next,
             )
 

@@ -76,6 +76,7 @@ def test_kills_cost_what_ran_there_and_nothing_is_left(place: Workplace) -> None
 
     (raylet,) = processes(place, "machine-2,1")
     kill(raylet)
+    until(lambda: any(each.lost_services == ["b"] and each.lost_at for each in place.status().machines))
     until(lambda: place.service("b").attempt == 2 and all_ready(place)())
     until(lambda: identify(b) is None)
     assert "machine-2 (127.0.0.1) is lost, and with it b" in place.log()

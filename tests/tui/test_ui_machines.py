@@ -176,7 +176,7 @@ def test_a_machine_that_is_back_is_told_of_until_what_ran_there_is_ready() -> No
 def test_a_machine_that_does_not_answer_is_told_of_with_what_it_runs() -> None:
     silent = machine(2, "vllm", state="silent", since=LOST_AT, next="nothing is restarted yet")
     (warning,) = warnings(on_machines(machines=[machine(1, "trainer"), silent]))
-    assert warning.text == f"machine-2 (10.0.0.2) has not answered since {clock_at(LOST_AT)}; it runs vllm"
+    assert warning.text == f"machine-2 (10.0.0.2), silent since {clock_at(LOST_AT)}, runs vllm"
     joins = silent.model_copy(update={"is_joining": True})
     assert warnings(on_machines(machines=[machine(1, "trainer"), joins])) == []
 
