@@ -20,7 +20,6 @@ from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.loop import train
 from grpo_engine.train.recording.recorder import Recorder
 from grpo_engine.wire.bridge_file import CudaHandle
-from grpo_engine.wire.metrics import SYNC_METRICS, MetricsLine
 
 PROMPT = [10, 20, 30]
 RUN_STEPS = 6
@@ -172,17 +171,3 @@ def cuda_handle(name: str = "", *, device_index: int = 0, num_bytes: int = 4, of
         event_sync_required=True,
         tensor_storage_offset=offset,
     )
-
-
-def curve(folder: Path) -> list[tuple[int, int, dict[str, float]]]:
-    """Step, version and every metric that is not about times, nor about what was sent to servers."""
-    lines = [MetricsLine.model_validate_json(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    is_time = ("_time", "per_second", "busy_fraction")
-    return [
-        (
-            line.step,
-            line.policy_version,
-            {k: v for k, v in line.metrics.items() if not k.endswith(is_time) and k not in SYNC_METRICS},
-        )
-        for line in lines
-    ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shlex
 import signal
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from curves import curve
 from ports import free_ports
 from workplace import PYTHON, Workplace
 
@@ -32,7 +32,6 @@ pytestmark = [
 
 STEPS, SHORT, BACK, GROUPS_A_STEP = 40, 30, 20, 2
 LIMIT_S = 180.0
-OF_TIME = re.compile(r"(train|sync|rollout)/(\w+_time|tokens_per_second|gpu_memory_gb|busy_fraction)")
 
 POSTER = """
 import json, os, pathlib, random, sys, time, urllib.error, urllib.request
@@ -115,9 +114,9 @@ def write_profile(place: Workplace, name: str, noted: Path, allowed: Path) -> No
     )
 
 
-def curve(run_folder: Path) -> list[tuple[int, dict[str, float]]]:
-    lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], {k: v for k, v in line["metrics"].items() if not OF_TIME.fullmatch(k)}) for line in lines]
+def metrics_of_steps(run_folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """Without policy versions, which are not given a second time after a way back."""
+    return [(step, metrics) for step, _, metrics in curve(run_folder)]
 
 
 def last_step(run_folder: Path) -> int:
@@ -172,13 +171,13 @@ def test_neither_kills_nor_a_way_back_change_the_curve_or_the_weights(place: Wor
     kill(place, run, everything=True)
     allow(allowed, 2 * STEPS * GROUPS_A_STEP)
     place.succeed("resume", run, *waiting, limit_s=LIMIT_S)
-    assert curve(folder) == curve(unhurt)[:SHORT]
+    assert metrics_of_steps(folder) == metrics_of_steps(unhurt)[:SHORT]
     assert weights(folder, SHORT) == weights(unhurt, SHORT)
 
     noted.write_text(str(BACK * GROUPS_A_STEP))  # the groups of the set-aside steps once more, and more of them
     more = ("--steps", f"+{STEPS - BACK}")
     place.succeed("resume", run, "--from", f"step_{BACK}", *more, *waiting, limit_s=LIMIT_S)
-    assert curve(folder) == curve(unhurt)
+    assert metrics_of_steps(folder) == metrics_of_steps(unhurt)
     assert weights(folder, STEPS) == weights(unhurt, STEPS)
     lines = [*map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
     versions = [line["policy_version"] for line in lines]  # none names two weights

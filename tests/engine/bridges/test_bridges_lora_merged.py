@@ -18,11 +18,11 @@ from bridging import (
     assert_agreement,
     bridge_to,
     config_for,
-    curve,
     mapped_segments,
     serving,
     train_beside,
 )
+from curves import curve
 from peft import PeftModel
 from serving import model_logprobs, save_tiny_model, shift
 from training import ListedSource, made_up_groups

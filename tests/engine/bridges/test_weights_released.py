@@ -19,11 +19,11 @@ from bridging import (
     assert_agreement,
     bridge_to,
     config_for,
-    curve,
     mapped_segments,
     served_logprobs,
     train_beside,
 )
+from curves import curve
 from forked import run_forked
 from safetensors.torch import load_file
 from serving import model_logprobs, shift

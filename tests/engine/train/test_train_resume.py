@@ -19,11 +19,12 @@ import httpx
 import psutil
 import pytest
 import torch
+from curves import curve
 from disk_faults import DiskFaults, Killed
 from engine_processes import EngineProcesses
 from rollout_fakes import served_api
 from serving import free_port, running_server, save_tiny_model
-from training import ListedSource, ListeningBridge, made_up_groups, metrics_lines, settings, small_model, train_in
+from training import ListedSource, ListeningBridge, made_up_groups, settings, small_model, train_in
 from transformers import LlamaForCausalLM
 
 from grpo_engine.colocate.config import TrainerConfig
@@ -40,11 +41,6 @@ from grpo_engine.wire.checkpoints import JournalHead
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.rollouts import ScoredGroup
 
-OF_TIME = re.compile(
-    r"(train|sync|rollout|rank/\d+)/(\w+_time|tokens_per_second|gpu_memory_gb|busy_fraction)|time/\w+|rollout/stale_groups"
-)
-"""Metrics that differ between two runs of the same training; of stale groups a repeated step knows nothing."""
-
 
 def batches(steps: int) -> list[ScoredGroup]:
     """Groups of `steps` batches of two, sampled at version 0."""
@@ -56,13 +52,6 @@ def post(url: str, groups: list[ScoredGroup]) -> None:
         for group in groups:
             answer = client.post(f"{url}/scored_data", json=group.model_dump(exclude_none=True))
             assert answer.status_code == 200, answer.text
-
-
-def curve(run_folder: Path) -> list[tuple[int, int, dict[str, float]]]:
-    return [
-        (line.step, line.policy_version, {k: v for k, v in line.metrics.items() if not OF_TIME.fullmatch(k)})
-        for line in metrics_lines(run_folder)
-    ]
 
 
 def equal(one: Any, other: Any) -> bool:
