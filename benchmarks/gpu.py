@@ -9,7 +9,8 @@ publishing, adapters merged into the weights, a checkpoint read in place, SIGTER
 in ours without CUDA graphs; swaps; SIGKILL of the process that serves. restart: `benchmarks/restart.py`. broadcast:
 whole models sent from GPU 1 to a server on GPU 0, by ours and by stock's own transfer. turns: a server that sleeps and
 is handed new weights, with nothing and with requests running. stack: whole runs under
-`grpo-tui` (`_gpu_stack.py`).
+`grpo-tui` (`_gpu_stack.py`). trl: whole steps of TRL's colocated trainer (`_trl_colocate.py`), and their seconds over
+those of the colocated runs that `stack` has measured into the same folder.
 
 Every figure is printed at once as a line of JSON, also into FOLDER/gpu.jsonl; the table comes last. A stage that fails
 says why and the next goes on; none leaves a process. Stock is `vllm.entrypoints.openai.api_server` with the flags that
@@ -40,7 +41,16 @@ from _gpu_table import print_table
 from grpo_tui.supervisor.keeper import proc
 
 HERE = Path(__file__).parent
-STAGES = {"model": 150, "plain": 420, "lora": 300, "restart": 400, "broadcast": 420, "turns": 420, "stack": 540}
+STAGES = {
+    "model": 150,
+    "plain": 420,
+    "lora": 300,
+    "restart": 400,
+    "broadcast": 420,
+    "turns": 420,
+    "stack": 540,
+    "trl": 540,
+}
 """Name → its limit in seconds."""
 PUBLISHES, RELOADS, SWAPS = 20, 3, 10
 ADAPTER = "adapter"
@@ -206,6 +216,22 @@ def stack(bench: Bench) -> None:
             run_stack(spec, number, bench)
 
 
+def trl(bench: Bench) -> None:
+    """TRL's colocated trainer, with as many sequences a GPU and step as the colocated profile has."""
+    options = bench.options
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    argv += ["--nproc-per-node", str(options.trl_processes), str(HERE / "_trl_colocate.py")]
+    argv += ["--model", bench.model, "--steps", str(options.trl_steps), "--device", options.device]
+    with (bench.fleet.folder / "trl.log").open("wb") as log:
+        done = subprocess.run(argv, env=bench.fleet.environment, stdout=subprocess.PIPE, stderr=log, text=True)
+    theirs = json.loads(next((line for line in done.stdout.splitlines() if line.startswith("{")), "{}"))
+    bench.tell("trl", "TRL, colocated", theirs or f"exit code {done.returncode}")
+    measured = (json.loads(line) for line in (options.out / "gpu.jsonl").read_text().splitlines() if line)
+    for run in (each for each in measured if each["figure"] == "run" and "colocate" in each["who"]):
+        if theirs.get("s_a_step") and run["value"].get("s_a_step"):
+            bench.tell("trl_over_ours", run["who"], round(theirs["s_a_step"] / run["value"]["s_a_step"], 2))
+
+
 # --- the outer process --------------------------------------------------------------------------------------------
 
 
@@ -234,7 +260,7 @@ def inner(stage: str, options: argparse.Namespace) -> None:
                 bench.tell("made_in_s", options.model, round(time.monotonic() - began, 1), folder=model)
             else:
                 stages = {"plain": plain, "lora": lora, "restart": restart, "broadcast": broadcast, "turns": turns}
-                (stages | {"stack": stack})[stage](bench)
+                (stages | {"stack": stack, "trl": trl})[stage](bench)
             bench.tell("took", f"stage {stage}", round(time.monotonic() - began, 1), unit="s")
     finally:
         keep_logs(folder, options.out, stage)
@@ -320,6 +346,8 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--run-set", action="append", default=[], help="KEY=VALUE, for all of them")
     parser.add_argument("--restart-at", type=int, help="restart vLLM once in each of them, after so many steps")
     parser.add_argument("--down-limit", type=float, help="seconds that services get to end; default: their own")
+    parser.add_argument("--trl-processes", type=int, default=1, help="one a GPU")
+    parser.add_argument("--trl-steps", type=int, default=20)
     parser.add_argument("--record", type=int, help="the run of this number (0 is the first) is recorded")
     return parser
 
