@@ -9,8 +9,8 @@ the last tenth of the steps. One line of JSON a run, then the ratio, both reward
 and FOLDER/curves.svg with the mean reward of each kind over the steps.
 
 Target on two GPUs: 1.8 times the steps an hour at an equal reward. The limit is (sampling + training) / max(sampling,
-training), at most 2, where all completions of a step have one length; with a long tail it is higher, since by turns most
-of a server has nothing to do while the longest completion is sampled.
+training), at most 2, where all completions of a step have one length. With a long tail it is higher, since by turns
+most of a server has nothing to do while the longest completion is sampled.
 """
 
 from __future__ import annotations
