@@ -22,7 +22,7 @@ from grpo_engine.own_file import open_own_file
 from grpo_engine.python_command import module_command
 from grpo_engine.ranks.launching import launch_ranks
 from grpo_engine.ranks.place import rank_place
-from grpo_engine.wire.terminal_text import PrintableFormatter, printable
+from grpo_engine.wire.terminal_text import log_to_stderr, printable
 
 if TYPE_CHECKING:
     from grpo_engine.train.config import TrainConfig
@@ -50,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FINAL_ERROR
     if argv is None:  # else this process is not ours alone
         _close_to_others(words[0])
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per request adds nothing to the metrics
     logging.getLogger("huggingface_hub").propagate = False  # it prints its lines on its own
     try:

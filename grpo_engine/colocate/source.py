@@ -20,6 +20,7 @@ from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.generating import GroupGenerator
 from grpo_engine.environments.measuring import HeldOutMeasure
 from grpo_engine.environments.sampling.prompts import Tokenizer
+from grpo_engine.environments.sampling.scoring import end_scoring
 from grpo_engine.environments.tasks.concurrency import gather_all
 from grpo_engine.errors import DataError
 from grpo_engine.retrying import never
@@ -62,6 +63,7 @@ class OwnSource:
         if self._generator is not None:
             self._generator.close()
         self._loop.close()
+        end_scoring()
 
     def register(
         self,

@@ -69,6 +69,9 @@ class SamplingConfig(Config):
     """Sampling temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling; below 1 the log-probabilities differ from those of the trained policy."""
+    scoring_processes: int = Field(0, ge=0, le=256)
+    """Processes that score completions, a group at a time each, where rewards take much CPU time; 0: threads of this
+    process do. Not for games, which are scored as they are played."""
 
     # Evaluation: held-out items
     eval_temperature: float | None = Field(None, ge=0)
@@ -99,6 +102,12 @@ class SamplingConfig(Config):
     ensure_scores_are_not_same: bool = False
     """Drop groups whose scores are all equal. Stock drops them; here they are sent, because the mean reward
     would be biased without them: their advantage is zero anyway, and `reward/frac_zero_std` counts them."""
+
+    @model_validator(mode="after")
+    def _scores_elsewhere_what_is_scored_at_once(self) -> Self:
+        if self.scoring_processes and isinstance(self.task, MultiTurnTask):
+            raise ValueError(f"scoring_processes has no effect on {self.task.label()}, which is played: leave it out")
+        return self
 
     @model_validator(mode="after")
     def _leaves_items_between_easy_and_hard(self) -> Self:

@@ -22,6 +22,7 @@ from grpo_engine.environments.inference_servers import InferenceServers
 from grpo_engine.environments.runner import ASK_EVERY_S, Progress, Runner
 from grpo_engine.environments.sampling.policy import Opponent
 from grpo_engine.environments.sampling.prompts import Tokenizer, check_template
+from grpo_engine.environments.sampling.scoring import end_scoring
 from grpo_engine.environments.tasks.concurrency import first_error, gather_all
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
 from grpo_engine.environments.trainer_link import Outbox
@@ -91,6 +92,7 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
     key = config.api_key or os.environ.get(INFERENCE_KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with AsyncExitStack() as stack:
+        stack.callback(end_scoring)
         to_api = _connections(max(100, 2 * config.copies + 8))
         api = await stack.enter_async_context(
             open_async_client(token, base_url=config.rollout_server_url, limits=to_api)

@@ -27,3 +27,10 @@ class PrintableFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line without what a terminal would obey."""
         return printable(super().format(record), keep="\n\t")
+
+
+def log_to_stderr() -> None:
+    """Log lines of this process go to stderr, with their time and logger."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])

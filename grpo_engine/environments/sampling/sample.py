@@ -13,6 +13,7 @@ from statistics import fmean
 from grpo_engine.environments.sampling.groups import Conversation
 from grpo_engine.environments.sampling.policy import Policy, PolicySeat
 from grpo_engine.environments.sampling.prompts import prompt_tokens
+from grpo_engine.environments.sampling.scoring import rewards_of
 from grpo_engine.environments.tasks.base import Item, Task
 from grpo_engine.environments.tasks.concurrency import gather_all
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
@@ -72,7 +73,7 @@ async def sample_item(
     for index, conversation in enumerate(conversations):
         conversation.add_prompt(prompt)
         conversation.add_completion(answer, index)
-    rewards = await task.rewards(item, answer.text)
+    rewards = await rewards_of(policy.config, item, answer.text)
     _refuse_unless_finite(task, item, rewards, len(conversations))
     return [Rollouts(conversations=conversations, rewards=rewards)]
 

@@ -123,3 +123,11 @@ def test_another_seed_samples_other_completions_and_the_same_one_the_same(tiny_m
     other = sampled_here(config.model_copy(update={"seed": 8}))
     assert [group.tokens for group in own] == [group.tokens for group in again]
     assert all(group.tokens not in [each.tokens for each in own] for group in other)
+
+
+def test_rewards_of_processes_beside_the_trainer_are_its_own(tiny_model_dir: Path) -> None:
+    config = trainer(tiny_model_dir, "--task", "arithmetic")
+    beside = trainer(tiny_model_dir, "--task", "arithmetic", "--scoring-processes", "2")
+    assert [(each.tokens, each.scores) for each in sampled_here(beside)] == [
+        (each.tokens, each.scores) for each in sampled_here(config)
+    ]
