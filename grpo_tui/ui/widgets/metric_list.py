@@ -87,7 +87,7 @@ class MetricList(Lines, Wheel):
 def _note(seen: Sequence[int], num_found: int, total: int, num_marked: int, room: int) -> str:
     """Which are in sight where not all are, and how many there are."""
     parts = [f"{num_found} found of {total}" if num_found < total else f"all {total}"]
-    if len(seen) < num_found:
+    if seen and len(seen) < num_found:
         parts = [f"{seen[0] + 1}–{seen[-1] + 1} of {num_found}"]
     if num_marked:
         parts.append(f"{num_marked} marked")

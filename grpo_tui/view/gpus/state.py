@@ -52,7 +52,7 @@ class GpuMoment:
 
     def gpu(self, index: int, machine: str | None = None) -> GpuFigures | None:
         """The figures of one GPU, if it was there."""
-        if index < len(self.gpus) and self.gpus[index].index == index and self.gpus[index].machine == machine:
+        if 0 <= index < len(self.gpus) and self.gpus[index].index == index and self.gpus[index].machine == machine:
             return self.gpus[index]  # nearly always, and asked thousands of times
         return next((gpu for gpu in self.gpus if gpu.index == index and gpu.machine == machine), None)
 

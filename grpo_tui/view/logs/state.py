@@ -291,7 +291,8 @@ def after(logs: LogsView, change: LogChange) -> LogsView:
             if change.names == logs.services:
                 return logs
             chosen = logs.chosen if logs.chosen in change.names else None
-            return _reopened(replace(logs, services=change.names, chosen=chosen))
+            # What was read counts in the services of before.
+            return _reopened(replace(logs, services=change.names, chosen=chosen, lines=(), count=None))
         case Chosen():
             if change.service == logs.chosen:
                 return logs

@@ -97,7 +97,7 @@ def _packed(gpus: Sequence[PlacedGpu], parts: Sequence[list[Part]], width: int, 
     a_row = -(-len(gpus) // num_rows)
     cell_width = (width - GAP * (a_row - 1)) // a_row
     if cell_width < NARROWEST_CELL:
-        a_row, cell_width = (width + GAP) // (NARROWEST_CELL + GAP), NARROWEST_CELL
+        a_row, cell_width = max(1, (width + GAP) // (NARROWEST_CELL + GAP)), NARROWEST_CELL
     cells = [_cell(gpu, held, cell_width) for gpu, held in zip(gpus, parts, strict=True)]
     rows = [Content(" " * GAP).join(cells[place : place + a_row]) for place in range(0, len(cells), a_row)]
     if len(rows) > num_rows:
