@@ -16,6 +16,8 @@ from grpo_engine.wire.codec import Message, Time, Whole
 from grpo_engine.wire.run_folder import SETTINGS_FILE
 
 PROTOCOL_VERSION = 1
+MAX_SERVICES = 4096
+"""Of a run, and of its machines: a document with more is damaged. Readers take time in proportion to the square."""
 MAX_TEMPORARY_FOLDER_BYTES = 107 - len("/v-12345678/123e4567-e89b-12d3-a456-426614174000")
 """How long the name of a service's TMPDIR may be: the kernel takes 107 bytes for a socket's path, and vLLM's sockets
 lie in a folder that our server makes there for those of one start."""
@@ -373,7 +375,7 @@ class RunStatus(Message):
     is_ending: bool = False
     """Whether it is being taken down; `state` is the state before, until it is over."""
     supervisor: SupervisorInfo | None
-    services: list[ServiceStatus]
+    services: Annotated[list[ServiceStatus], Field(max_length=MAX_SERVICES)]
     gpus: list[GpuStatus] = []
     gpu_note: str | None = None
     """Why there are no GPUs to show, e.g. `no NVIDIA driver`."""
@@ -383,7 +385,7 @@ class RunStatus(Message):
     """File systems on which little space is left; the run writes to each."""
     write_faults: list[WriteFault] = []
     """What the supervisor cannot write."""
-    machines: list[MachineStatus] = []
+    machines: Annotated[list[MachineStatus], Field(max_length=MAX_SERVICES)] = []
     """Of a run on a cluster."""
     started_at: Time | None = None
     ended_at: Time | None = None

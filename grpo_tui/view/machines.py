@@ -73,10 +73,13 @@ def machine_rows(status: RunStatus | None) -> tuple[MachineRow, ...]:
     gpus: dict[str | None, list[GpuStatus]] = {}
     for each in all_gpus(status):
         gpus.setdefault(each.machine, []).append(each.gpu)
+    services: dict[str | None, list[ServiceStatus]] = {}
+    for service in status.services:
+        services.setdefault(places.get(service.name), []).append(service)
     return tuple(
         MachineRow(
             machine=machine,
-            services=tuple(service for service in status.services if places.get(service.name) == name),
+            services=tuple(services.get(name, ())),
             gpus=tuple(gpus.get(name, ())),
         )
         for name, machine in ((None, None), *((each.name, each) for each in status.machines))

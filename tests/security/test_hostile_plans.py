@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from machine_fakes import machine
+from pydantic import ValidationError
 from screen_fakes import NOW, run_status, service
 from usual_plan import four_launches, write_plan
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.run_folder import PLAN_FILE
-from grpo_engine.wire.supervisor import RunState
+from grpo_engine.wire.supervisor import MAX_SERVICES, RunState, RunStatus
 from grpo_tui.cli.export import _card
 from grpo_tui.client.local import Run
 from grpo_tui.profile.plan_file import Plan
@@ -73,3 +75,12 @@ def test_settings_that_no_profile_has_end_neither_the_page_of_gpus_nor_an_export
                 versions={},
             )  # fmt: skip
             assert "## Training" in _card(RUN, facts)
+
+
+def test_a_state_of_more_services_or_machines_than_a_run_may_have_is_damaged() -> None:
+    """Readers would take minutes for it; 64 MiB have room for a hundred thousand."""
+    for part, many in (("services", [STARTING]), ("machines", [machine(1)])):
+        status = run_status().model_copy(update={part: many * MAX_SERVICES})
+        assert RunStatus.model_validate_json(status.model_dump_json()) == status
+        with pytest.raises(ValidationError, match=part):
+            RunStatus.model_validate_json(status.model_copy(update={part: many * (MAX_SERVICES + 1)}).model_dump_json())

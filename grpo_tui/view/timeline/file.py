@@ -286,7 +286,7 @@ def replayed(replay: Replay, event: Snapshot | Event, time: float) -> Replay:
             seen = with_services(replay.transitions, replay.start_phases, event.status.services, time)
             return replace(replay, status=event.status, transitions=seen[0], start_phases=seen[1])
         case ServiceChanged():
-            if replay.status is None:
+            if replay.status is None or all(each.name != event.service.name for each in replay.status.services):
                 return replay
             heard = with_service(replay.transitions, replay.start_phases, event.service, time, phase_since=time)
             status = after_event(replay.status, event)
