@@ -2,7 +2,8 @@
 
 A run is given as PROFILE[:MODE]:STEPS[:finished][+KEY=VALUE…]. It is ended after that many optimizer steps; with
 `finished` it has that many steps and runs to its end. Figures are read from the run folder only, so measuring slows
-nothing. With `--restart-at`, vLLM is restarted once, as by the key of the screen.
+nothing. With `--restart-at`, vLLM is restarted once, as by the key of the screen; with `--kill`, a process of a service
+is killed, of a trainer with several ranks the last one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from _gpu_bench import Bench
 
 from grpo_engine.wire.metrics import PHASE_METRICS, SLEEP_METRICS, MetricsLine
 from grpo_engine.wire.run_folder import METRICS_FILE
-from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunChanged, RunState, Snapshot, UsageSampled
+from grpo_engine.wire.supervisor import (
+    ENDED_RUN_STATES,
+    RunChanged,
+    RunState,
+    ServiceState,
+    ServiceStatus,
+    Snapshot,
+    UsageSampled,
+)
 from grpo_tui.client.api import look_at, stored_status
 from grpo_tui.supervisor.keeper import proc
 
@@ -83,6 +92,8 @@ def run_stack(text: str, number: int, bench: Bench) -> None:
             restart_began = time.monotonic()
             _grpo(bench, "restart", folder.name, "vllm", "--wait")
             bench.tell("restart_s", text, round(time.monotonic() - restart_began, 2), at_step=_num_steps(folder))
+        for each in bench.options.kill:
+            _kill(folder, each, spec, until, bench)
         _follow(folder, spec, until)
         status = _grpo(bench, "status", folder.name, "--json")
     finally:
@@ -110,6 +121,35 @@ def run_stack(text: str, number: int, bench: Bench) -> None:
     bench.tell("run_details", text, services, down=said.splitlines()[-4:])
     if bench.options.record == number:
         record_run.pack(folder, bench.options.out / f"{spec.profile}-{spec.mode or 'own'}.tar.gz")
+
+
+def _kill(folder: Path, text: str, spec: Spec, until: float, bench: Bench) -> None:
+    """Kill a process of a service, and print what that cost, once it is ready and two more steps are done."""
+    name, _, step = text.partition("@")
+    _follow(folder, spec, until, num_steps=int(step))
+    service = _service(folder, name)
+    made, pid = _num_steps(folder), service.ranks[-1].pid if service.ranks else service.pid
+    assert pid is not None, f"{name} has no process"
+    os.kill(pid, signal.SIGKILL)
+    killed_at = time.time()
+    _follow(folder, spec, until, num_steps=made + 2)
+    while (again := _service(folder, name)).attempt == service.attempt or again.state is not ServiceState.READY:
+        if time.monotonic() > until:
+            raise RuntimeError(f"{folder.name}: {name} is {again.state} after it was killed\n{_why(folder)}")
+        time.sleep(LOOK_EVERY_S)
+    trained = [line.time for line in read_metrics(folder) if "train/loss" in line.metrics]
+    assert again.ready_at is not None
+    figures = {
+        "at_step": made,
+        "ready_again_s": round(again.ready_at - killed_at, 1),
+        "next_step_s": round(trained[made] - killed_at, 1),
+        "median_step_s": round(statistics.median(b - a for a, b in itertools.pairwise(trained[:made])), 2),
+    }
+    bench.tell("killed", f"{folder.name}: {name}", figures)
+
+
+def _service(folder: Path, name: str) -> ServiceStatus:
+    return next(each for each in stored_status(look_at(folder)).services if each.name == name)
 
 
 def what_it_did(lines: list[MetricsLine]) -> dict[str, Any]:
@@ -169,6 +209,7 @@ def _bring_up(spec: Spec, bench: Bench) -> Path:
     """Start the run and return its folder; it may not be ready yet."""
     settings = [f"services.trainer.training_steps={spec.steps if spec.finishes else spec.steps * BEYOND}"]
     settings += [f"bridge.mode={spec.mode}"] if spec.mode else []
+    settings += [f"services.{each.partition('@')[0]}.restart=on-failure" for each in bench.options.kill]
     settings += [*bench.options.run_set, *spec.settings]
     words = ["up", "--profile", spec.profile, "--detach", "--json"]
     said = _grpo(bench, *words, *(word for each in settings for word in ("--set", each)))

@@ -345,6 +345,13 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--run-limit", type=float, default=240.0, help="seconds for one of them")
     parser.add_argument("--run-set", action="append", default=[], help="KEY=VALUE, for all of them")
     parser.add_argument("--restart-at", type=int, help="restart vLLM once in each of them, after so many steps")
+    parser.add_argument(
+        "--kill",
+        action="append",
+        default=[],
+        metavar="SERVICE@STEP",
+        help="SIGKILL, after so many steps of each; repeat",
+    )
     parser.add_argument("--down-limit", type=float, help="seconds that services get to end; default: their own")
     parser.add_argument("--trl-processes", type=int, default=1, help="one a GPU")
     parser.add_argument("--trl-steps", type=int, default=20)
