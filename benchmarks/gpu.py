@@ -8,14 +8,16 @@ STAGES: model: create the model. plain: stock and ours with shared weights, alon
 publishing, adapters merged into the weights, a checkpoint read in place, SIGTERM. lora: adapters in stock, in ours, and
 in ours without CUDA graphs; swaps; SIGKILL of the process that serves. restart: `benchmarks/restart.py`. broadcast:
 whole models sent from GPU 1 to a server on GPU 0, by ours and by stock's own transfer. turns: a server that sleeps and
-is handed new weights, with nothing and with requests running. stack: whole runs under
-`grpo-tui` (`_gpu_stack.py`). trl: whole steps of TRL's colocated trainer (`_trl_colocate.py`), and their seconds over
-those of the colocated runs that `stack` has measured into the same folder.
+is handed new weights, with nothing and with requests running. tensor_parallel: stock and ours with shared weights, each
+over two GPUs, beside each other. stack: whole runs under `grpo-tui` (`_gpu_stack.py`). trl: whole steps of TRL's
+colocated trainer (`_trl_colocate.py`), and their seconds over those of the colocated runs that `stack` has measured
+into the same folder.
 
 Every figure is printed at once as a line of JSON, also into FOLDER/gpu.jsonl; the table comes last. A stage that fails
 says why and the next goes on; none leaves a process. Stock is `vllm.entrypoints.openai.api_server` with the flags that
 ours gives vLLM. Speeds are medians of interleaved repeats: 32-token prompts that no cache contains, 256 new tokens.
-`--device cpu --model local/tiny --new-tokens 8 --requests 1 4` rehearses all of it without a GPU.
+`--device cpu --model local/tiny --new-tokens 8 --requests 1 4` rehearses all of it without a GPU (tensor_parallel with
+VLLM_CPU_OMP_THREADS_BIND=nobind).
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ STAGES = {
     "restart": 400,
     "broadcast": 420,
     "turns": 420,
+    "tensor_parallel": 420,
     "stack": 540,
     "trl": 540,
 }
@@ -106,6 +109,18 @@ def plain(bench: Bench) -> None:
     with bench.part("end"):
         bench.end(ours, signal.SIGTERM)
         bench.tell("gpu_before_and_after_mb", "plain", [idle_mb, bench.gpu.used_mb()])
+
+
+def tensor_parallel(bench: Bench) -> None:
+    """Servers over two GPUs each, without a trainer."""
+    share, over_two = bench.options.gpu_memory_utilization, ("--tensor-parallel-size", "2")
+    stock = bench.measured(bench.stock("stock", *over_two, share=share))
+    shared = ("--shared-weights", "--bridge-file", str(bridge_file(bench)))
+    ours = bench.ours("ours", *shared, *over_two, share=share)
+    healthy = bench.up([stock, ours])
+    own: Lanes = {"ours, /generate": (ours, GENERATE)} if ours in healthy else {}
+    with bench.part("speed alone"):
+        bench.speeds(stock_lanes(stock, healthy) | own)
 
 
 def lora(bench: Bench) -> None:
@@ -259,8 +274,8 @@ def inner(stage: str, options: argparse.Namespace) -> None:
             if stage == "model":
                 bench.tell("made_in_s", options.model, round(time.monotonic() - began, 1), folder=model)
             else:
-                stages = {"plain": plain, "lora": lora, "restart": restart, "broadcast": broadcast, "turns": turns}
-                (stages | {"stack": stack, "trl": trl})[stage](bench)
+                stages = (plain, lora, restart, broadcast, turns, tensor_parallel, stack, trl)
+                next(each for each in stages if each.__name__ == stage)(bench)
             bench.tell("took", f"stage {stage}", round(time.monotonic() - began, 1), unit="s")
     finally:
         keep_logs(folder, options.out, stage)
