@@ -16,7 +16,8 @@ from grpo_tui.cli.overrides import own_overrides
 from grpo_tui.cli.printing import write_line
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.paths import LOGS, available_profiles, new_run_id
-from grpo_tui.profile.loading import LoadedProfile, load, require_needs
+from grpo_tui.profile.loaded import LoadedProfile
+from grpo_tui.profile.loading import load, require_needs
 from grpo_tui.profile.plan import Plan, describe, make_plan, plan_text
 
 ProfileOption = Annotated[str, typer.Option("--profile", "-p", help="Name in ./profiles or installed, or a TOML file.")]

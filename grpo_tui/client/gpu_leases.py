@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from grpo_engine.installed import has_gpu_driver
 from grpo_tui.client.local import StartRefused
-from grpo_tui.profile.loading import LoadedProfile
+from grpo_tui.profile.loaded import LoadedProfile
 from grpo_tui.profile.plan import Plan, make_plan
 from grpo_tui.services.base import Launch
 from grpo_tui.services.visible_gpus import gpus_of

@@ -46,7 +46,7 @@ from grpo_tui.supervisor.lock import has_daemon, listening_daemon
 
 if TYPE_CHECKING:
     from grpo_tui.client.start_queue import StartQueue
-    from grpo_tui.profile.loading import LoadedProfile
+    from grpo_tui.profile.loaded import LoadedProfile
 
 END_WITHIN_S, END_POLL_S = 60.0, 0.02
 """For a run that is being taken down, before another of its profile may start."""
@@ -407,7 +407,8 @@ def run_files(loaded: LoadedProfile, folder: Path, *, take_ports: bool, tags: tu
     Raises:
         ConfigError: this machine lacks something that the profile needs, or a file that it names cannot be read.
     """
-    from grpo_tui.profile.loading import require_needs, resolved
+    from grpo_tui.profile.loaded import resolved
+    from grpo_tui.profile.loading import require_needs
     from grpo_tui.profile.plan import make_plan
 
     require_needs(loaded)

@@ -67,7 +67,7 @@ BEGINNING = frozenset({"resume", "fresh"})
 QUEUE_HINT = "`grpo-tui ps` lists the starts that wait; try again when this one has begun"
 
 if TYPE_CHECKING:
-    from grpo_tui.profile.loading import LoadedProfile
+    from grpo_tui.profile.loaded import LoadedProfile
     from grpo_tui.services.trainer import Trainer
 
 

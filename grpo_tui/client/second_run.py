@@ -19,7 +19,8 @@ from grpo_engine.wire.secrets import masked_settings
 from grpo_engine.wire.tcp_sockets import listening_sockets
 from grpo_tui.client.local import Run, StartRefused, look_at, run_folders_anywhere, runs, unreadable_file
 from grpo_tui.paths import ForeignFolder, require_own
-from grpo_tui.profile.loading import LoadedProfile, load
+from grpo_tui.profile.loaded import LoadedProfile
+from grpo_tui.profile.loading import load
 from grpo_tui.profile.model import Profile, profile_type
 from grpo_tui.profile.moved_ports import choose, choose_open
 from grpo_tui.profile.plan import Plan

@@ -26,7 +26,7 @@ from grpo_tui.supervisor.lock import has_daemon
 from grpo_tui.supervisor.registered import registered_folders
 
 if TYPE_CHECKING:
-    from grpo_tui.profile.loading import LoadedProfile
+    from grpo_tui.profile.loaded import LoadedProfile
 
 POLL_S = 0.5
 """Between two looks at what is waited for."""

@@ -21,7 +21,7 @@ from grpo_tui.profile import mps
 from grpo_tui.profile.doctor_gpu import examine_software
 from grpo_tui.profile.doctor_model import examine_model
 from grpo_tui.profile.doctor_ranks import Links, examine_ranks
-from grpo_tui.profile.loading import LoadedProfile
+from grpo_tui.profile.loaded import LoadedProfile
 from grpo_tui.profile.plan import Plan
 from grpo_tui.profile.start_checks import needs_of
 from grpo_tui.services.atropos_environment import AtroposEnvironment

@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_engine.wire.secrets import masked_argv, masked_settings
 from grpo_tui.profile.cluster import with_cluster
-from grpo_tui.profile.loading import LoadedProfile, resolved
+from grpo_tui.profile.loaded import LoadedProfile, resolved
 from grpo_tui.profile.model import Profile
 from grpo_tui.profile.mps import MachineFacts, with_mps
 from grpo_tui.profile.plan_file import Plan, shown_command, shown_env

@@ -25,7 +25,7 @@ from grpo_engine.simulate.layout import Layout
 from grpo_engine.simulate.recording import figures_of, read_recording
 from grpo_engine.simulate.result import calibrated
 from grpo_engine.simulate.stack import TooLong
-from grpo_tui.profile.loading import LoadedProfile
+from grpo_tui.profile.loaded import LoadedProfile
 from grpo_tui.run_files.resolved import read_resolved
 
 MOST_RECORDED = 1 << 20

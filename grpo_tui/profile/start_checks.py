@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from grpo_engine.config import Fault
 from grpo_engine.errors import ConfigError
@@ -18,12 +17,10 @@ from grpo_engine.installed import has_gpu_driver, installed_version, is_installe
 from grpo_engine.models.config import is_from_hub, lacking_for_optimizer
 from grpo_tui.profile.doctor_gpu import INSTALL, is_torch_for_gpus, wants_gpu
 from grpo_tui.profile.hub import cache_state, has_own_hub, hub_problems
+from grpo_tui.profile.loaded import LoadedProfile
 from grpo_tui.services.environment import Environment, sampled_by
 from grpo_tui.services.inference import Inference
 from grpo_tui.services.trainer import Trainer
-
-if TYPE_CHECKING:
-    from grpo_tui.profile.loading import LoadedProfile  # which imports this module where a profile needs it
 
 TRACKERS = {
     "use_wandb": ("wandb", "trackers"),

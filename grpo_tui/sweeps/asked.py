@@ -22,7 +22,8 @@ from pydantic import Field
 
 from grpo_engine.config import Config, RawTable, read_table, validated
 from grpo_engine.errors import ConfigError
-from grpo_tui.profile.loading import LoadedProfile, load_table
+from grpo_tui.profile.loaded import LoadedProfile
+from grpo_tui.profile.loading import load_table
 from grpo_tui.run_files.resolved import flat
 from grpo_tui.sweeps.chooser import Sampler, range_of
 from grpo_tui.sweeps.grid import MAX_POINTS, Point, checked_values, points_at, points_of, to_toml

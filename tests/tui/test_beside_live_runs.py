@@ -18,7 +18,8 @@ from grpo_tui.client import second_run
 from grpo_tui.client.gpu_leases import Crowd, crowd_on, refusal_of_gpus, require_gpus
 from grpo_tui.client.local import Run, StartRefused
 from grpo_tui.client.second_run import LiveRun, differences, live_runs_of, require_own_files
-from grpo_tui.profile.loading import load, resolved
+from grpo_tui.profile.loaded import resolved
+from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.supervisor.keeper.owners import Owner

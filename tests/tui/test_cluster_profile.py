@@ -11,7 +11,8 @@ from grpo_engine.config import read_table
 from grpo_engine.errors import ConfigError
 from grpo_tui.paths import available_profiles
 from grpo_tui.profile.devices import with_devices
-from grpo_tui.profile.loading import LoadedProfile, load
+from grpo_tui.profile.loaded import LoadedProfile
+from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.services.base import NeedCondition

@@ -9,7 +9,8 @@ import pytest
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.wire.run_folder import item_state_file
-from grpo_tui.profile.loading import load, resolved
+from grpo_tui.profile.loaded import resolved
+from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
 from grpo_tui.view.run_settings import settings_of
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from grpo_engine.errors import ConfigError
-from grpo_tui.profile.loading import LoadedProfile, load, resolved
+from grpo_tui.profile.loaded import LoadedProfile, resolved
+from grpo_tui.profile.loading import load
 from grpo_tui.profile.model import profile_type
 from grpo_tui.profile.moved_ports import choose, choose_open
 from grpo_tui.profile.plan import make_plan

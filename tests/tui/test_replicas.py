@@ -8,7 +8,8 @@ import pytest
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.wire.environment_variables import INFERENCE_VARIABLE
-from grpo_tui.profile.loading import LoadedProfile, load, require_needs
+from grpo_tui.profile.loaded import LoadedProfile
+from grpo_tui.profile.loading import load, require_needs
 from grpo_tui.profile.plan import make_plan
 from grpo_tui.services.base import Launch, NeedCondition
 from grpo_tui.services.environment import Environment

@@ -23,7 +23,8 @@ from grpo_engine.wire.metrics import MetricsLine
 from grpo_tui.cli.compare import compare_command
 from grpo_tui.cli.export import export_command
 from grpo_tui.cli.metrics import StepTable, metrics_command
-from grpo_tui.profile.loading import load, resolved
+from grpo_tui.profile.loaded import resolved
+from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
 from grpo_tui.run_files.metrics import all_steps, append_step, latest_metrics
 from grpo_tui.sweeps.results import PointResult, to_csv

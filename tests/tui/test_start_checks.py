@@ -18,7 +18,8 @@ from grpo_engine.models import config as model_config
 from grpo_engine.train import config as train_config
 from grpo_tui.profile import hub as hub_module
 from grpo_tui.profile import start_checks
-from grpo_tui.profile.loading import LoadedProfile, load
+from grpo_tui.profile.loaded import LoadedProfile
+from grpo_tui.profile.loading import load
 from grpo_tui.profile.start_checks import lacking_needs, needs_of
 
 REWARDS = """
