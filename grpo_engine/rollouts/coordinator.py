@@ -45,11 +45,14 @@ from grpo_engine.wire.rollouts import (
     RegisterRequest,
     SamplingLimit,
 )
+from grpo_engine.wire.supervisor import VersionsInFlight
 
 log = logging.getLogger("grpo_engine.rollouts")
 
 ResultT = TypeVar("ResultT")
 
+VERSIONS_EVERY_S = 3.0
+"""Between two looks at which policy versions the queued groups have."""
 QUIET_S = 10.0
 """Without a batch, after which the queue is reported."""
 _CHECK_EVERY_S = 0.25
@@ -83,6 +86,9 @@ class Coordinator:
         self._config = config
         self._reporter = reporter or Reporter()
         self._reporter.ask_note = self._note_on_queue
+        self._reporter.ask_versions = self._versions_in_flight
+        self._versions: VersionsInFlight | None = None
+        self._versions_at_s = -VERSIONS_EVERY_S
         self._delivered_at = time.time()
         self._idle = IdleClock(time.monotonic)
         self._store = store
@@ -532,6 +538,13 @@ class Coordinator:
         problem = self.state.why_no_batch(now)
         num_queued, wanted = self.state.num_waiting_sequences(), run.request.batch_size
         return f"{num_queued} of {wanted} sequences of a batch are queued" + (f"; {problem}" if problem else "")
+
+    def _versions_in_flight(self) -> VersionsInFlight | None:
+        """As they were a moment ago, since each report of another figure is written to disk by the supervisor. Called
+        in the reporter's thread."""
+        if time.monotonic() - self._versions_at_s >= VERSIONS_EVERY_S:
+            self._versions, self._versions_at_s = self.state.versions_in_flight(time.time()), time.monotonic()
+        return self._versions
 
     def _state_from(self, stored: Stored) -> ApiState:
         config = self._config

@@ -27,6 +27,7 @@ from grpo_engine.wire.supervisor import (
     MachinesReport,
     RanksReport,
     ServiceReport,
+    VersionsInFlight,
     WaitsFor,
     WriteFault,
 )
@@ -72,6 +73,7 @@ class Reporter:
         self.ask_waiting: Callable[[], Waiting | None] = lambda: self._waiting
         """Called for each report, in its thread; by default the innermost `waiting_for`."""
         self.ask_note: Callable[[], str | None] = lambda: None
+        self.ask_versions: Callable[[], VersionsInFlight | None] = lambda: None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Reporter:
@@ -127,6 +129,7 @@ class Reporter:
             waits_for=waiting.what if waiting else None,
             waits_since=waiting.since if waiting else None,
             note=self.ask_note(),
+            versions=self.ask_versions(),
             write_faults=[
                 fault.model_copy(update={"disk": disk_space(path)}) for path, fault in list(self._faults.items())
             ],

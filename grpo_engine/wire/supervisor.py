@@ -201,6 +201,24 @@ class RankStall(Message):
     """For people: each rank with its place."""
 
 
+class VersionsInFlight(Message):
+    """Policy versions of the groups on the way from sampling to training, as the rollout API has them."""
+
+    newest: Whole
+    """The version that inference serves, as the trainer said last; before it did, the newest of any group."""
+    queued: dict[Whole, Whole] = {}
+    """Queued groups by the oldest version that sampled any of their tokens; of the `MAX_VERSIONS` newest ones."""
+    num_older: Whole = 0
+    """Queued groups of older versions than those."""
+    num_unversioned: Whole = 0
+    """Queued groups that carry no versions, as those of stock environments."""
+    num_sampled: Whole = 0
+    """Groups that environments sample or have yet to post, as they said last; stock ones do not."""
+
+
+MAX_VERSIONS = 64
+
+
 class ServiceStatus(Message):
     """One service as `status --json` shows it."""
 
@@ -254,6 +272,8 @@ class ServiceStatus(Message):
     rank_stall: RankStall | None = None
     machine: str | None = None
     """The machine of the cluster that it runs on; null where that is the supervisor's own."""
+    versions: VersionsInFlight | None = None
+    """Of a rollout API that a trainer has registered at, as it reports itself."""
 
 
 class GpuProcess(Message):
@@ -541,6 +561,7 @@ class ServiceReport(Message):
     waits_since: Time | None = None
     note: str | None = None
     write_faults: list[WriteFault] = []
+    versions: VersionsInFlight | None = None
 
 
 class RanksReport(Message):

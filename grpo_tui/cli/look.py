@@ -22,6 +22,7 @@ from grpo_tui.client.local import age_words, duration_words, runs_and_left_out, 
 from grpo_tui.paths import name_of_run
 from grpo_tui.view.machines import gpu_words, machine_rows, memory_words, ready_words, state_words
 from grpo_tui.view.progress import read_progress
+from grpo_tui.view.versions import version_words, versions_of
 
 HELD = ("PORTS", "GPUS", "TAGS")
 """Columns that are shown where any run has something in them."""
@@ -128,6 +129,9 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
             explained.append(f"{one_line(service.name)}: asleep while the trainer steps")
         if service.why is not None:
             explained.append(f"{one_line(service.name)}: {indented(service.why)}")
+    for name, versions in versions_of(status).items():
+        told = "; ".join(" ".join(each) for each in version_words(versions))
+        explained.append(f"{one_line(name)}: policy versions: {told}")
     if explained:
         write_line("\n" + "\n".join(explained))
     _print_rest(status, bands_of(settings))

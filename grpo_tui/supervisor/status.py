@@ -155,6 +155,7 @@ class StatusReport:
             ranks=self._ranks(name, ranks.ranks),
             rank_stall=ranks.stall,
             machine=machine,
+            versions=said.versions,
         )
 
     def _ranks(self, name: str, reported: list[RankStatus]) -> list[RankStatus]:

@@ -32,7 +32,7 @@ class Wanted:
     """What a starting run waits for."""
     gpu_rows: int
     phase_rows: int = 0
-    """Above the metrics, of a trainer that takes turns."""
+    """Above the metrics: phases of a trainer that takes turns, or policy versions in flight."""
     num_primary_metrics: int
     num_metrics: int
     warning_rows: int

@@ -53,6 +53,7 @@ from grpo_engine.wire.rollouts import (
     RegisterRequest,
     SamplingLimit,
 )
+from grpo_engine.wire.supervisor import MAX_VERSIONS, VersionsInFlight
 
 MIN_ENVIRONMENT_WEIGHT = 0.01
 """Least `env_weight` of an environment, as in the stock API."""
@@ -507,6 +508,24 @@ class ApiState:
         bound, asker = self.selection.staleness_bound(self.run), self.environments.get(env_id)
         num_slots = None if bound is None or self.run is None else (bound + 1) * self.run.request.batch_size
         return asker is not None and self.slots.report(env_id, num_groups * asker.group_size, num_slots)
+
+    def versions_in_flight(self, now: float) -> VersionsInFlight | None:
+        """Which versions the queued groups have, and how many are sampled; None before a trainer has registered."""
+        if self.run is None:
+            return None
+        counts = self.queue.num_by_version.copy()
+        num_unversioned = counts.pop(None, 0)
+        versions = sorted((version for version in counts if version is not None), reverse=True)
+        sampled = self.slots.sampled_by()
+        return VersionsInFlight(
+            newest=self.selection.newest_version,
+            queued={version: counts[version] for version in reversed(versions[:MAX_VERSIONS])},
+            num_older=sum(counts[version] for version in versions[MAX_VERSIONS:]),
+            num_unversioned=num_unversioned,
+            num_sampled=sum(
+                math.ceil(sampled.get(each.id, 0) / each.group_size) for each in self.live_environments(now)
+            ),
+        )
 
     def num_startable(self, env_id: int, demand: Demand, now: float) -> int | None:
         """Groups that an environment may start now; None where staleness has no bound, and so no slots."""

@@ -31,6 +31,8 @@ class Queue:
         """Sequences that were never delivered."""
         self.unused_by_environment: Counter[int | None] = Counter()
         """The same by environment."""
+        self.num_by_version: Counter[int | None] = Counter()
+        """Groups by the oldest policy version that sampled any of their tokens."""
         self.add(groups)
 
     def __len__(self) -> int:
@@ -71,6 +73,7 @@ class Queue:
         _add(self.sequences_by_environment, group.env_id, sign * group.num_sequences)
         _add(self.num_groups, (group.env_id, group.num_sequences), sign)
         _add(self._sizes, group.num_sequences, sign)
+        _add(self.num_by_version, group.policy_version, sign)
         if not group.uses:
             self.num_unused += sign * group.num_sequences
             _add(self.unused_by_environment, group.env_id, sign * group.num_sequences)

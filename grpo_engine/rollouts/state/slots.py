@@ -104,6 +104,10 @@ class Slots:
         """A batch was trained."""
         self._freed_at = now
 
+    def sampled_by(self) -> dict[int, int]:
+        """Sequences that each environment samples."""
+        return dict(self._sampled)
+
     def num_sampled(self, live: Collection[int]) -> int:
         """Sequences that these environments sample; those of all others never arrive."""
         absent = self._sampled.keys() - live

@@ -16,7 +16,7 @@ from grpo_tui.ui.widgets.lines import Lines
 from grpo_tui.ui.widgets.main import gpu_panel, phase_timeline, start_panel, warnings_bar
 from grpo_tui.ui.widgets.main.gpu_panel import GpuPanel
 from grpo_tui.ui.widgets.main.log_panel import LogLines, LogPanel, LogTitle
-from grpo_tui.ui.widgets.main.metrics_panel import PRIMARY_METRICS, MetricsPanel, shown_metrics
+from grpo_tui.ui.widgets.main.metrics_panel import PRIMARY_METRICS, MetricsPanel, shown_metrics, version_rows_wanted
 from grpo_tui.ui.widgets.main.services_table import ServicesTable
 from grpo_tui.ui.widgets.main.start_panel import StartPanel
 from grpo_tui.ui.widgets.main.warnings_bar import WarningsBar
@@ -115,7 +115,7 @@ def _wanted(state: ViewState, width: int) -> Wanted:
         num_services=max(1, len(state.rows)),
         start_rows=start_panel.rows_wanted(state, width),
         gpu_rows=gpu_panel.rows_wanted(state),
-        phase_rows=phase_timeline.rows_wanted(state),
+        phase_rows=phase_timeline.rows_wanted(state) + (version_rows_wanted(state) if has_steps else 0),
         num_primary_metrics=len(PRIMARY_METRICS) if has_steps else 1,
         num_metrics=len(shown_metrics(state)) if has_steps else 1,
         warning_rows=warnings_bar.rows_wanted(state, width),

@@ -15,12 +15,13 @@ from grpo_engine.wire.metrics import EVALUATION_PREFIX, Band, is_evaluated_score
 from grpo_tui.ui.glyphs import SPARK_BARS
 from grpo_tui.ui.messages import StateChanged
 from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
-from grpo_tui.ui.widgets.main.phase_timeline import phase_lines, ticks
+from grpo_tui.ui.widgets.main.phase_timeline import phase_lines, rows_wanted, ticks
 from grpo_tui.view.format import duration_text
 from grpo_tui.view.metrics.history import RECENT_LINES, MetricHistory, band_heights, bar_heights, bucketed
 from grpo_tui.view.metrics.names import band_of, measured_as, unit_of, value_text
 from grpo_tui.view.metrics.state import MetricSelected
 from grpo_tui.view.state import ViewState
+from grpo_tui.view.versions import version_words, versions_of
 
 PRIMARY_METRICS = (
     "reward/mean", "grpo/mean_ratio", "grpo/clipped_fraction", "alignment/diff_mean", "alignment/diff_abs_mean",
@@ -42,6 +43,8 @@ SHORT_NAMES = {
     "logprobs/inference_mean": "infer_logprob",
 }
 """Names for narrow columns, where the last part of the name is too long or unclear."""
+MAX_VERSION_ROWS = 2
+"""A row for each rollout API: a run of more than two policies is rare."""
 VALUE_WIDTH = 8
 BAND_WIDTH = 10
 GAP = 2
@@ -80,16 +83,18 @@ class MetricsPanel(Lines):
 
     def inputs(self, state: ViewState) -> tuple[object, ...]:
         """Rebuilt after each step, not each second, unless a phase that goes on counts its seconds."""
-        return (state.history, self.num_columns, state.now if ticks(state) else None)
+        versions = versions_of(state.status).values() if state.status is not None else ()
+        reported = [*versions, *[None] * MAX_VERSION_ROWS][:MAX_VERSION_ROWS]
+        return (state.history, self.num_columns, state.now if ticks(state) else None, *reported)
 
     def lines(self, state: ViewState, width: int, height: int) -> list[Content]:
-        """A title with the newest step, phases where there are turns, then metrics, the most telling first."""
+        """A title with the newest step, phases or versions in flight, then metrics, the most telling first."""
         if not height:
             return []
         title = rule(width, "metrics", _pace(state))
         if state.history.last is None:
             return [title, line(("  no step yet: metrics appear after the trainer's first step", ".muted"))]
-        phases = phase_lines(state, width)[: height - 1]
+        phases = (phase_lines(state, width) or version_lines(state, width))[: height - 1]
         self._first_row = 1 + len(phases)
         names = self._names = shown_metrics(state)[: (height - self._first_row) * self.num_columns]
         cell_width = (width - GAP * (self.num_columns - 1)) // self.num_columns
@@ -107,6 +112,23 @@ class MetricsPanel(Lines):
         if 0 <= row < num_rows and number < len(self._names):
             self.post_message(StateChanged(MetricSelected(name=self._names[number])))
             await self.run_action("app.show('metrics')")
+
+
+def version_rows_wanted(state: ViewState) -> int:
+    """A row for each rollout API that reports versions, where no phases stand there."""
+    return 0 if rows_wanted(state) or state.status is None else min(len(versions_of(state.status)), MAX_VERSION_ROWS)
+
+
+def version_lines(state: ViewState, width: int) -> list[Content]:
+    """`versions  served 120  sampling 12 groups  queued 120: 4, 119: 16`."""
+    versions = versions_of(state.status) if state.status is not None else {}
+    lines = []
+    for name, of_api in list(versions.items())[:MAX_VERSION_ROWS]:
+        pieces: list[str | Styled] = [("versions  " if len(versions) == 1 else f"{name}  ", ".title")]
+        for what, figures in version_words(of_api):
+            pieces += [(f"{what} ", ".muted"), f"{figures}  "]
+        lines.append(line(*pieces).truncate(width, ellipsis=True))
+    return lines
 
 
 def shown_metrics(state: ViewState) -> list[str]:
