@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_tui.supervisor.placement.agent import Agent
-from grpo_tui.supervisor.placement.cluster import MachineLost, Node
+from grpo_tui.supervisor.placement.cluster import MachineLost, NoAnswer, Node
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,6 +21,10 @@ class ClusterOfAgents:
     lost: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
     """Never answer."""
+    unchecked: set[str] = field(default_factory=set)
+    """Agents answer, and the cluster's own process does not."""
+    dying: set[str] = field(default_factory=set)
+    """Are listed until devices of theirs are reserved; then they are lost."""
     addresses: dict[str, str] = field(default_factory=dict)
     reserved: dict[str, int] = field(default_factory=dict)
 
@@ -43,6 +47,9 @@ class ClusterOfAgents:
 
     async def reserve(self, node: Node, num_devices: int) -> tuple[int, ...]:
         """The first ones."""
+        if node.id in self.dying:
+            self.lost.add(node.id)
+            raise MachineLost(f"{node.id} is lost")
         self.reserved[node.id] = num_devices
         return tuple(range(num_devices))
 
@@ -57,6 +64,11 @@ class ClusterOfAgents:
             folder.mkdir(exist_ok=True)
             self.agents[node_id] = Agent(self.run_folder, folder, None)
         return await self.agents[node_id].answer(request)
+
+    async def check(self, node_id: str, *, timeout_s: float) -> None:
+        """Whether the cluster's own process answers."""
+        if node_id in self.unchecked:
+            raise NoAnswer(f"{node_id} does not answer")
 
     async def release(self, node_id: str) -> None:
         """Give its devices back."""

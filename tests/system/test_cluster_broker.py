@@ -224,6 +224,44 @@ async def test_a_machine_that_stops_answering_is_named_though_the_question_to_it
         bench.cluster.silent.clear()
 
 
+async def test_a_machine_is_named_whose_agent_answers_while_the_process_of_the_cluster_is_stopped(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("SILENT_AFTER_S", 0.5), ("LOOK_S", 0.05), ("WATCH_S", 0.05)):
+        monkeypatch.setattr(broker, name, seconds)
+    bench = Bench(stage, tmp_path, [program("a", WAITS)], left=1)
+
+    async def until_state(state: str) -> None:
+        while bench.reports[-1].machines[0].state != state:  # noqa: ASYNC110 - reports come without a signal
+            await asyncio.sleep(0.01)
+
+    async with bench.broker():
+        process = await bench.start("a")
+        pid = int((await line_of(process, "pid")).split()[1])
+        await until_state("ready")
+        bench.cluster.unchecked.add("left")
+        await until_state("silent")
+        assert identify(pid) is not None
+        bench.cluster.unchecked.clear()
+        await until_state("ready")
+
+
+async def test_a_broker_starts_though_a_machine_died_with_the_one_before_it(stage: Stage, tmp_path: Path) -> None:
+    bench = Bench(stage, tmp_path, [program("a", WAITS), program("b", WAITS)], left=1, right=1, spare=1)
+    async with bench.broker(ends_all=False):
+        a, b = await bench.start("a"), await bench.start("b")
+        gone, stays = [int((await line_of(each, "pid")).split()[1]) for each in (a, b)]
+    bench.cluster.reserved.clear()
+    bench.cluster.dying.add("left")  # still listed
+    async with bench.broker():
+        assert "lost" in (await line_of(a, "grpo-tui"))
+        assert await a.wait() == remote_process.EXIT_LOST
+        await line_of(await bench.start("a", attempt=2), "pid")
+        assert bench.cluster.reserved == {"right": 1, "spare": 1}
+        assert identify(stays) is not None
+        os.kill(gone, signal.SIGKILL)
+
+
 async def test_a_port_of_a_service_on_another_machine_is_reachable_here(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,11 +132,13 @@ class Broker:
     async def open(self) -> None:
         """Reserve the devices of all services, or find those of an earlier broker again.
 
+        A service whose machine was lost meanwhile gets another one when its process on the supervisor's side asks.
+
         Raises:
             GrpoError: the cluster has no room for a service.
         """
-        await self._restore()
-        waiting = [launch for name, launch in self._launches.items() if name not in self._node_of]
+        known = await self._restore()
+        waiting = [launch for name, launch in self._launches.items() if name not in known]
         if waiting:
             await self._place(waiting)
         await self._route()
@@ -264,22 +266,27 @@ class Broker:
                 raise NoRoom(f"{name}: {fault}")
             await asyncio.sleep(ROOM_ROUND_S)
 
-    async def _restore(self) -> None:
-        """Take up the machines of an earlier broker that are alive."""
+    async def _restore(self) -> set[str]:
+        """Take up the machines of an earlier broker that are alive; returns the services that it had placed."""
         try:
             places = Places.model_validate_json((self._run_folder / PLACES_FILE).read_bytes())
         except (OSError, ValidationError):
-            return
+            return set()
         nodes = {node.id: node for node in await self._cluster.nodes()}
         for node_id, devices in places.devices.items():
             if node_id not in nodes:
                 continue
             # The cluster has taken back what the earlier broker had reserved.
-            reserved = await self._cluster.reserve(nodes[node_id], len(devices))
+            try:
+                reserved = await self._cluster.reserve(nodes[node_id], len(devices))
+            except MachineLost as error:  # the cluster had not noticed yet when it was asked for its machines
+                log.error("%s: what ran there is started again", error)
+                continue
             self._held[node_id] = Held(node=nodes[node_id], devices=reserved)
             for name, node in places.services.items():
                 if node == node_id and name in self._launches:
                     self._node_of[name], self._taken[name] = node_id, tuple(places.taken.get(name, ()))
+        return places.services.keys() & self._launches.keys()
 
     def _save(self) -> None:
         places = Places(
@@ -337,9 +344,12 @@ class Broker:
                 await self._cluster.release(held.node.id)
 
     async def _look(self, held: Held) -> None:
-        """Ask a machine what runs there, and keep the answer."""
+        """Ask a machine what runs there, and keep the answer; without one of the cluster's own process it is silent."""
         try:
-            usage = await self._ask(held, wire.Look(), wire.Usage, timeout_s=LOOK_LIMIT_S)
+            usage, _ = await asyncio.gather(
+                self._ask(held, wire.Look(), wire.Usage, timeout_s=LOOK_LIMIT_S),
+                self._cluster.check(held.node.id, timeout_s=LOOK_LIMIT_S),
+            )
         except MachineLost:
             self._lose(held)
             return

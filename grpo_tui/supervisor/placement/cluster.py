@@ -41,6 +41,7 @@ class Cluster(Protocol):
         """Reserve devices of a machine for this run; returns their numbers on it.
 
         Raises:
+            MachineLost: the cluster has given the machine up.
             GrpoError: they cannot be had.
         """
 
@@ -50,6 +51,13 @@ class Cluster(Protocol):
         Raises:
             MachineLost: the cluster has given the machine up.
             NoAnswer: not in time; the request may have been carried out.
+        """
+
+    async def check(self, node_id: str, *, timeout_s: float) -> None:
+        """Ask what the cluster itself runs on a machine, which decides about actors and devices there.
+
+        Raises:
+            NoAnswer: not in time.
         """
 
     async def release(self, node_id: str) -> None:

@@ -57,12 +57,16 @@ SESSION = "s"
 CONNECT_LIMIT_S = 60.0
 RESERVE_LIMIT_S = 60.0
 ASK_MARGIN_S = 1.0
+LOOK_S = 1.0
+"""Between two looks whether a machine is still there whose devices are waited for."""
 AGENT_WITHIN_S = 30.0
 WATCH_S = 0.5
-HEALTH_PERIOD_MS, HEALTH_FAILURES = 1000, 10
-"""Checks that must fail one after the other before Ray gives a machine up; a raylet that exits is noticed earlier."""
-LOST_WITHIN_S = 110.0
-"""Measured by `benchmarks/machine_loss.py`: Ray gives each check ten seconds, and waits a second between two."""
+HEALTH_PERIOD_MS, HEALTH_TIMEOUT_MS, HEALTH_FAILURES = 1000, 2000, 10
+"""Checks that must fail one after the other before Ray gives a machine up; a raylet that exits is noticed earlier.
+Ray's own limit for a check is ten seconds."""
+LOST_WITHIN_S = (HEALTH_PERIOD_MS + HEALTH_TIMEOUT_MS) * HEALTH_FAILURES / 1000
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+"""What a gRPC client sends first: the preface of RFC 9113 and an empty SETTINGS frame."""
 RECONNECT_S = 10
 """A machine that has not reached the head for so long leaves the cluster, and its agent ends its services."""
 log = logging.getLogger(__name__)
@@ -93,6 +97,7 @@ def serve_nodes(run_folder: Path, plan: ClusterPlan) -> int:
 def _keep_nodes(run_folder: Path, plan: ClusterPlan, folder: str) -> int:
     system = {
         "health_check_period_ms": HEALTH_PERIOD_MS,
+        "health_check_timeout_ms": HEALTH_TIMEOUT_MS,
         "health_check_failure_threshold": HEALTH_FAILURES,
         "gcs_rpc_server_reconnect_timeout_s": RECONNECT_S,
     }
@@ -226,6 +231,8 @@ class RayCluster:
         self._actors: dict[str, Any] = {}
         self._groups: dict[str, Any] = {}
         self._nodes: dict[str, Node] = {}
+        self._raylets: dict[str, tuple[str, int]] = {}
+        """Where the raylet of each node listens."""
 
     def address(self) -> str:
         """As Ray knows this machine."""
@@ -241,6 +248,7 @@ class RayCluster:
         for each in ray.nodes():
             if not each["Alive"]:
                 continue
+            self._raylets[each["NodeID"]] = each["NodeManagerAddress"], each["NodeManagerPort"]
             own = [name for name in each["Resources"] if name.startswith(MACHINE_PREFIX)]
             found.append(
                 Node(
@@ -261,14 +269,19 @@ class RayCluster:
         bundle = {"GPU": float(num_devices)} if num_devices else {"CPU": 0.001}
         group = placement_group([bundle], bundle_label_selector=[{"ray.io/node-id": node.id}])
         try:
-            if not await asyncio.to_thread(group.wait, RESERVE_LIMIT_S):
-                raise GrpoError(f"{node.name}: its {num_devices} devices were not free within {RESERVE_LIMIT_S:g} s")
+            deadline = time.monotonic() + RESERVE_LIMIT_S
+            while not await asyncio.to_thread(group.wait, LOOK_S):
+                await self._require_alive(node)
+                if time.monotonic() > deadline:
+                    limit = f"{RESERVE_LIMIT_S:g} s"
+                    raise GrpoError(f"{node.name}: its {num_devices} devices were not free within {limit}")
             actor = REMOTE_ACTOR.options(
                 num_gpus=num_devices, scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group)
             ).remote(str(self._run_folder), node.name, _environment_of_agents(), [path for path in sys.path if path])
             devices = await asyncio.wait_for(actor.devices.remote(), RESERVE_LIMIT_S)
         except (RayError, TimeoutError) as error:
             remove_placement_group(group)
+            await self._require_alive(node)
             raise GrpoError(f"{node.name}: no actor can be started there: {error}") from None
         except GrpoError:
             remove_placement_group(group)
@@ -295,6 +308,21 @@ class RayCluster:
             raise NoAnswer(f"{node.name}: its actor has died: {error}") from None
         except RayError as error:
             raise NoAnswer(f"{node.name}: {error}") from None
+
+    async def check(self, node_id: str, *, timeout_s: float) -> None:
+        """Ask the raylet for the first frame of a connection: where it is stopped, its kernel still accepts that."""
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await asyncio.open_connection(*self._raylets[node_id])
+                writer.write(HTTP2_HELLO)
+                await reader.read(1)  # with TLS it closes the connection, which is an answer too
+        except (OSError, TimeoutError) as error:
+            name = self._nodes[node_id].name
+            raise NoAnswer(f"{name}: its raylet does not answer within {timeout_s:g} s: {error}") from None
+        finally:
+            if writer is not None:
+                writer.close()
 
     async def _require_alive(self, node: Node) -> None:
         """Raises MachineLost where the cluster has given the machine up."""
