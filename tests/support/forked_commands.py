@@ -76,9 +76,10 @@ def _serve() -> None:
     requests = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)
     while True:
-        data, (output, errors, reply), _, _ = socket.recv_fds(requests, _LONGEST_REQUEST, 3)
+        data, descriptors, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST, 3)
         if not data:
             return
+        output, errors, reply = descriptors
         if os.fork() == 0:
             requests.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

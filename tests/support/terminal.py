@@ -103,9 +103,9 @@ class Terminal:
         """Wait until the screen shows all of these."""
         self.until(lambda: all(word in self.text for word in words))
 
-    def press(self, keys: str) -> None:
+    def press(self, keys: str, encoding: str = "utf-8") -> None:
         """Type."""
-        os.write(self._ours, keys.encode())
+        os.write(self._ours, keys.encode(encoding))
 
     def resize(self, columns: int, rows: int) -> None:
         """Change the size of the terminal, which sends SIGWINCH."""

@@ -187,3 +187,14 @@ def test_without_a_terminal_the_screen_starts_nothing(place: Workplace, command:
     assert done.returncode in (2, 5)
     assert "\x1b[" not in done.stdout
     assert not (place.folder / "logs").exists()
+
+
+def test_keys_of_another_encoding_than_utf_8_end_nothing(place: Workplace) -> None:
+    """An ü of a terminal in Latin-1 is one byte that begins no character; so may be a paste."""
+    with attached(place) as opened:
+        for text in ("ü", "\x1b[200~Größe\x1b[201~", "ÿþ"):
+            opened.press(text, encoding="latin-1")
+        opened.press("?")
+        opened.shows("esc closes")
+        opened.press("\x1b")
+        opened.until(lambda: "esc closes" not in opened.text)
