@@ -345,8 +345,14 @@ _ELSEWHERE = {
 """Names that other trainers give to a setting, with ours, which no likeness of letters finds."""
 
 
+_LONGEST_NAME = 100
+"""That is compared with others."""
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the one of `names` that is meant, or the nearest; nothing when none is near."""
+    if len(name) > _LONGEST_NAME:  # to compare takes memory and time in proportion
+        return ""
     known = list(names)
     ours = _ELSEWHERE.get(name.removeprefix("--").replace("-", "_"))
     meant = [each for each in known if ours is not None and each.removeprefix("--").replace("-", "_") == ours]

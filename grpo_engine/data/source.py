@@ -22,7 +22,7 @@ from grpo_engine.errors import GrpoError, PeerError, PeerUnavailable
 from grpo_engine.retrying import RetryPolicy, Stopped, never, retry
 from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.bounded_answers import allowing
-from grpo_engine.wire.codec import first_fault
+from grpo_engine.wire.codec import first_fault, shortened
 from grpo_engine.wire.metrics import BATCHES_AHEAD, SERVERS_FULL, STALE_GROUPS, WORKERS_FULL
 from grpo_engine.wire.rollouts import (
     BatchesAhead,
@@ -31,6 +31,7 @@ from grpo_engine.wire.rollouts import (
     EvaluationState,
     IdleTimes,
     RegisterRequest,
+    RegisterResponse,
     SamplingLimit,
     ScoredGroup,
 )
@@ -378,13 +379,16 @@ class RolloutApiSource:
             raise PeerUnavailable(f"{self.url}/register: {str(error) or type(error).__name__}") from None
         if answer.status_code != httpx.codes.OK:
             raise PeerError(f"{self.url}/register: refused with {answer.status_code} {answer.text[:500]}")
-        body = answer.json()
-        if not isinstance(body, dict) or "uuid" not in body:
-            raise PeerError(f"{self.url}/register: answers without a uuid: {answer.text[:200]}")
-        self._uuid = body["uuid"] if isinstance(body["uuid"], int) else None
-        log.info("[Trainer] ✓ Registered with Atropos API at %s (uuid: %s)", self.url, body["uuid"])
-        if body.get("changes"):
-            log.info("%s: %s", self.url, body["changes"])
+        try:
+            body = RegisterResponse.model_validate_json(answer.content)
+        except ValidationError as error:
+            raise PeerError(
+                f"{self.url}/register: answers without a uuid: {first_fault(error)}: {answer.text[:200]}"
+            ) from None
+        self._uuid = body.uuid if isinstance(body.uuid, int) else None
+        log.info("[Trainer] ✓ Registered with Atropos API at %s (uuid: %s)", self.url, shortened(str(body.uuid)))
+        if body.changes:
+            log.info("%s: %s", self.url, shortened(body.changes))
 
     def _register_again(self, reason: str) -> None:
         """Register again with an API that was reset, or restarted without its database."""

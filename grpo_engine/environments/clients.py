@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from grpo_engine.environments.peers import Peer, read, request_until_answered
 from grpo_engine.errors import PeerError
+from grpo_engine.wire.codec import Message
 from grpo_engine.wire.rollouts import (
     POST_HEADER,
     EnvironmentStatus,
@@ -33,7 +34,7 @@ _ANSWER_S = 60.0
 """Longer than the API holds a post while its queue is full."""
 
 
-class BatchLimits(BaseModel):
+class BatchLimits(Message):
     """Answer of `GET /info`; -1 before a trainer registered."""
 
     batch_size: int
@@ -51,7 +52,7 @@ class Demand:
     groups_per_item: int
 
 
-class WandbInfo(BaseModel):
+class WandbInfo(Message):
     """Answer of `GET /wandb_info`; None before a trainer registered, empty where it has none."""
 
     group: str | None = None

@@ -17,6 +17,7 @@ import msgspec
 from pydantic import ValidationError
 
 from grpo_engine.rollouts.stock.scored_data import parse_json, with_numbers
+from grpo_engine.wire.codec import shortened
 from grpo_engine.wire.rollouts import LARGEST_WHOLE, MASKED_LABEL, ScoredGroup
 
 TOKEN_BOUND = 2**31
@@ -148,8 +149,12 @@ def faults_of(error: ValidationError) -> list[dict[str, Any]]:
     """The first faults of a body in FastAPI's format, without the input: that may be megabytes, or not text."""
     faults = error.errors(include_input=False, include_url=False, include_context=False)[:10]
     return [
-        {"type": f["type"], "loc": ["body", *f["loc"]], "msg": f"{'.'.join(map(str, f['loc']))}: {f['msg']}"}
-        for f in faults
+        {
+            "type": fault["type"],
+            "loc": ["body", *(shortened(part) if isinstance(part, str) else part for part in fault["loc"])],
+            "msg": shortened(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"),
+        }
+        for fault in faults
     ]
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 
 from grpo_engine.errors import PeerError
 
@@ -26,13 +28,50 @@ Ticks = Annotated[int, Field(ge=0, lt=2**63)]
 Time = Annotated[float, Field(ge=-1e11, le=1e11)]
 """Unix seconds of which a calendar can be made, up to the year 5138."""
 
+_COLLECTIONS = frozenset({"list", "tuple", "set", "frozenset", "dict"})
+_NO_SCHEMAS = frozenset({"cls", "default", "metadata", "serialization"})
+"""Keys of a core schema below which nothing is validated."""
+_SHOWN_CHARS = 300
+"""Of a fault: its key may be one of the peer's, of any length."""
+
 MessageT = TypeVar("MessageT", bound="Message")
 
 
+def failing_fast(schema: Any) -> Any:
+    """A core schema of pydantic whose collections, at any depth, end validation at their first invalid item."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(failing_fast, schema))
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")
+    is_schema = isinstance(kind, str)  # else one by name, as the fields of a model
+    changed = {key: value if is_schema and key in _NO_SCHEMAS else failing_fast(value) for key, value in schema.items()}
+    return changed | {"fail_fast": True} if is_schema and kind in _COLLECTIONS else changed
+
+
 class Message(BaseModel):
-    """Base of messages between processes: unknown keys are ignored, so that a newer peer may add some."""
+    """Base of messages between processes: unknown keys are ignored, so that a newer peer may add some.
+
+    Validation ends at the first invalid item of a collection: of a list of millions each would be an error of its own,
+    which takes half a kilobyte.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The fields as they are declared, with collections that fail fast."""
+        schema: CoreSchema = failing_fast(handler(source))
+        return schema
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """As pydantic's, which copies a whole object into the error of each key that it lacks; here they share one."""
+        try:
+            value = pydantic_core.from_json(json_data)
+        except ValueError:
+            return super().model_validate_json(json_data, **options)  # which says where, as a ValidationError
+        return cls.model_validate(value, **options)
 
 
 def to_line(message: BaseModel) -> bytes:
@@ -56,7 +95,12 @@ def first_fault(error: ValidationError) -> str:
     """The key of the first invalid value and what is wrong with it, without the value itself."""
     fault = error.errors(include_input=False, include_url=False, include_context=False)[0]
     where = ".".join(map(str, fault["loc"]))
-    return f"{where}: {fault['msg']}" if where else fault["msg"]
+    return shortened(f"{where}: {fault['msg']}" if where else fault["msg"])
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text of a peer, as a message shows it."""
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:

@@ -65,6 +65,15 @@ class RegisterRequest(Message):
     versions old are dropped."""
 
 
+class RegisterResponse(Message):
+    """Answer of `POST /register`."""
+
+    uuid: int | str
+    """Of this registration: a number, except from an API that is not ours."""
+    changes: str = ""
+    """What it changed, for people; absent from a stock API."""
+
+
 class RegisterEnvironmentRequest(Message):
     """Body of `POST /register-env`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,9 +43,11 @@ _RETRY_INTERVAL_S = 0.25
 _ANSWER_WITHIN_S = 600.0
 """A pause waits for the batch that runs, a reload for a checkpoint from a slow disk."""
 _BUSY, _UNAVAILABLE = 409, 503
+"""Paused by another process, or not loaded yet: both are temporary."""
 _DETAIL_CHARACTERS = 1000
 """Of what a server says on a refusal, in messages."""
-"""Paused by another process, or not loaded yet: both are temporary."""
+_MOST_PARSED = 1 << 20
+"""Characters of it that are read as JSON, which takes twenty times as much memory."""
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
@@ -242,9 +245,8 @@ class ServerClient:
 
 
 def _detail(response: httpx.Response) -> str:
-    try:
-        detail = response.json()["detail"]
-        words = str(detail)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        words = response.text
+    words = response.text
+    if len(words) <= _MOST_PARSED:
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            words = str(response.json()["detail"])
     return words if len(words) <= _DETAIL_CHARACTERS else f"{words[:_DETAIL_CHARACTERS]}…"

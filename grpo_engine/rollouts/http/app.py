@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import ClientDisconnect
 
 from grpo_engine.rollouts.config import ApiConfig
@@ -32,6 +32,7 @@ from grpo_engine.rollouts.validation import CheckedGroup, Refusal, read_group, r
 from grpo_engine.serving.access import AccessControl
 from grpo_engine.serving.bodies import BodyLimits
 from grpo_engine.serving.reporting import Reporter
+from grpo_engine.wire.codec import Message
 from grpo_engine.wire.inference import PolicyVersion
 from grpo_engine.wire.rollouts import (
     MAX_SEQUENCES,
@@ -57,7 +58,7 @@ OPEN_PATHS = frozenset({"/", "/info", "/health", "/status", "/metrics"})
 """Answered without the token, for probes and observers: they neither change anything nor show data."""
 
 
-class EnvironmentId(BaseModel):
+class EnvironmentId(Message):
     """Body of routes for one environment."""
 
     env_id: Whole

@@ -23,6 +23,7 @@ from grpo_engine.server.http.openai_routes import openai_routes
 from grpo_engine.server.http.requests import (
     MAX_BODY_BYTES,
     MAX_BODY_BYTES_WITHOUT_TOKEN,
+    MAX_BODY_MARKS,
     RefuseDuringShutdown,
     add_error_answers,
     only_owner,
@@ -66,6 +67,7 @@ def create_app(service: Service) -> FastAPI:
         longest_bytes=MAX_BODY_BYTES,
         num_at_once=BODIES_AT_ONCE,
         longest_without_token_bytes=MAX_BODY_BYTES_WITHOUT_TOKEN,
+        most_marks=MAX_BODY_MARKS,
     )
     # `only_owner` asks for the token too, but runs after the body was read.
     app.add_middleware(

@@ -10,7 +10,7 @@ import uuid
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from grpo_engine.errors import DataError
 from grpo_engine.server.config import ServerConfig
@@ -185,11 +185,10 @@ async def _prompts(body: CompletionRequest, engine: Engine) -> list[list[int]]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return [await engine.encode(prompt)]
-    try:
-        return [TypeAdapter(list[int]).validate_python(prompt, strict=True)]
-    except ValidationError:
-        check_num_completions(body.n, num_prompts=len(prompt))
-        return [await engine.encode(each) if isinstance(each, str) else list(each) for each in prompt]  # type: ignore[arg-type]
+    if not prompt or isinstance(prompt[0], int):  # then all are
+        return [prompt]  # type: ignore[list-item]
+    check_num_completions(body.n, num_prompts=len(prompt))
+    return [await engine.encode(each) if isinstance(each, str) else list(each) for each in prompt]
 
 
 def _refuse_streaming(body: SamplingFields) -> None:

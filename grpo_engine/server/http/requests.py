@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
 
+import pydantic_core
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -26,6 +27,7 @@ from grpo_engine.serving.access import (
     is_name_of_this_machine,
     token_of,
 )
+from grpo_engine.wire.codec import shortened
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
@@ -41,6 +43,10 @@ _STATUSES: tuple[tuple[type[GrpoError], int], ...] = (
 MAX_BODY_BYTES = 64 << 20
 MAX_BODY_BYTES_WITHOUT_TOKEN = 16 << 20
 """A prompt of a million tokens has 8 MB. Less is accepted from requests without the token, where the server has one."""
+MAX_BODY_MARKS = 1 << 20
+"""Brackets, braces and quotes in a body; the longest conversation has a tenth of that beside those in its text."""
+_MAX_FAULTS = 10
+"""Of a body that an answer names."""
 _PATH_SHOWN_CHARS = 100
 _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
@@ -58,8 +64,9 @@ def add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _on_invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        faults = [f"{'.'.join(map(str, fault['loc'][1:]))}: {fault['msg']}" for fault in error.errors()]
-        return JSONResponse({"detail": "; ".join(faults)}, 422)
+        faults = error.errors()[:_MAX_FAULTS]
+        lines = [shortened(f"{'.'.join(map(str, fault['loc'][1:]))}: {fault['msg']}") for fault in faults]
+        return JSONResponse({"detail": "; ".join(lines)}, 422)
 
     @app.exception_handler(Exception)
     async def _on_unexpected(_request: Request, error: Exception) -> JSONResponse:
@@ -88,11 +95,31 @@ async def read_body(request: Request, model: type[ModelT]) -> ModelT:
             body += part
             if len(body) > MAX_BODY_BYTES:
                 raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES:,} bytes")
-        return model.model_validate_json(bytes(body))
     except ClientDisconnect:
         raise ClientDisconnected from None
+    return _checked(body, model)
+
+
+def _checked(body: bytearray, model: type[ModelT]) -> ModelT:
+    try:
+        value = pydantic_core.from_json(bytes(body))
+    except ValueError as error:
+        raise HTTPException(422, f"body: not JSON: {error}") from None
+    faults = []
+    if isinstance(value, dict) and model.model_config.get("extra") == "forbid":
+        unknown = [key for key in value if key not in model.model_fields]
+        faults = [
+            f"{shortened(key)}: not a parameter here{did_you_mean(key, model.model_fields)}"
+            for key in unknown[:_MAX_FAULTS]
+        ]
+    try:
+        checked = model.model_validate(value, extra="ignore")  # each unknown key would be an error, of half a kilobyte
     except ValidationError as error:
-        raise HTTPException(422, "; ".join(dict.fromkeys(_fault_lines(error, model)))) from None
+        faults += _fault_lines(error)
+    else:
+        if not faults:
+            return checked
+    raise HTTPException(422, "; ".join(dict.fromkeys(faults)))
 
 
 def only_owner(request: Request) -> None:
@@ -188,12 +215,9 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _fault_lines(error: ValidationError, model: type[BaseModel]) -> list[str]:
+def _fault_lines(error: ValidationError) -> list[str]:
     lines = []
-    for fault in error.errors():
+    for fault in error.errors(include_input=False, include_url=False, include_context=False)[:_MAX_FAULTS]:
         key = ".".join(str(part) for part in fault["loc"] if part not in ("TokenPrompt", "str"))
-        if fault["type"] == "extra_forbidden":
-            lines.append(f"{key}: not a parameter here{did_you_mean(key, model.model_fields)}")
-        else:
-            lines.append(f"{key or 'body'}: {fault['msg']}")
+        lines.append(shortened(f"{key or 'body'}: {fault['msg']}"))
     return lines
