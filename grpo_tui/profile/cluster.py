@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from grpo_engine.python_command import module_command
 from grpo_tui.profile.model import Profile
@@ -60,7 +61,7 @@ def _launch(
         kind="cluster",
         argv=module_command(MODULE, what, str(place.run_folder), python=place.python),
         env=_environment(place, is_private=is_private),
-        cwd=place.profile_folder,
+        cwd=Path("/"),  # Ray puts its driver's working directory first on the path of modules of all its workers
         needs=needs,
         ready=Probe(log=re.escape(ready), within_s=READY_WITHIN_S),
         live=None,

@@ -59,6 +59,17 @@ def test_services_of_a_plan_take_no_modules_from_their_working_directory(tmp_pat
     assert begins == dict.fromkeys(begins, (sys.executable, "-P", "-m", "grpo_engine"))
 
 
+def test_ray_is_not_used_in_the_folder_of_the_profile(tmp_path: Path) -> None:
+    """It puts the working directory of its driver first on the path of modules of all workers: `-P` does not help."""
+    cluster = (
+        '[cluster]\nkind = "ray"\nmachines = 1\n[services.a]\nkind = "command"\nargv = ["true"]\nnum_devices = 1\n'
+    )
+    (tmp_path / "p.toml").write_text(cluster)
+    plan = make_plan(load(str(tmp_path / "p.toml")), run_folder=tmp_path / "run", python=sys.executable)
+    folders = {launch.name: launch.cwd for launch in plan.launches}
+    assert folders == {"ray": Path("/"), "machines": Path("/"), "a": tmp_path}
+
+
 def test_every_command_line_of_our_modules_is_made_in_one_place() -> None:
     files = [file for package in ("grpo_engine", "grpo_tui") for file in (REPOSITORY / package).rglob("*.py")]
     texts = {file.name: text for file in files if '"-m"' in (text := file.read_text())}
