@@ -1,10 +1,6 @@
 """The engine on vLLM: its `AsyncLLM` in this process, its engine core and workers beside it.
 
-Weights change while vLLM's scheduler is paused between two steps and its caches are cleared: running requests are
-frozen and continue under the new weights, with their keys and values recomputed. So each token comes from one version,
-which is reported with it, and no cached prefix outlives its weights. With `finish_before_update`, a gate first lets
-running completions finish. Cache keys are salted with the version as well, for writers that do not request a pause:
-generations that such a write overlapped are repeated.
+Its life, and everything that changes weights: while vLLM's scheduler is paused between two steps (`generations.py`).
 
 Adapters need no pause: a new one gets a new name, new requests use it, and running ones finish on the old one.
 """
@@ -12,35 +8,30 @@ Adapters need no pause: a new one gets a new name, new requests use it, and runn
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future, InvalidStateError
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_engine.bridges.memory.weight_lock import LockState, WeightLock
 from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
-from grpo_engine.errors import BridgeError, DataError, GrpoError, HalfWritten, ModelError
+from grpo_engine.errors import BridgeError, DataError, GrpoError, ModelError
 from grpo_engine.models.loading import load_tokenizer, resolve_model
 from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.processes import ProcessIdentity, ProcessTree, is_resource_tracker, kill
 from grpo_engine.server.adapter_files import check_adapter, resuming_newest_adapter
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
-from grpo_engine.server.gate import Gate
 from grpo_engine.server.pausing import Pause
-from grpo_engine.server.prompts import PromptCodec, check_num_completions, max_new_tokens
+from grpo_engine.server.prompts import PromptCodec
 from grpo_engine.server.receiving import awaited_sender
 from grpo_engine.server.sleeping import LoadingTurn, Sleep, require, require_awake, require_possible
-from grpo_engine.server.stall_detector import StallDetector
-from grpo_engine.server.vllm.adapters import VllmAdapters
 from grpo_engine.server.vllm.arguments import (
     check_platform,
     engine_arguments,
@@ -48,10 +39,10 @@ from grpo_engine.server.vllm.arguments import (
     store_cache_bytes,
 )
 from grpo_engine.server.vllm.checkpoint import Parameters, can_reload_below_adapters, check_fits, parameters_of
+from grpo_engine.server.vllm.generations import DEAD, Generations
 from grpo_engine.server.vllm.patches import Patch, check_patches, needed_patches
-from grpo_engine.server.vllm.requests import generation, refusals, sampling_params
+from grpo_engine.server.vllm.requests import sampling_params
 from grpo_engine.server.vllm.requirements import check_room, installed_vllm, visible_gpus
-from grpo_engine.server.vllm.running import CoreOutputs, RunningVersions, lengths_so_far
 from grpo_engine.server.vllm.sharing import Sharing, share
 from grpo_engine.server.vllm.stock import StockApp, stock_app
 from grpo_engine.wire.inference import (
@@ -65,16 +56,13 @@ from grpo_engine.wire.inference import (
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _POLL_S = 0.25
 """Interval at which a pause's owner and vLLM's health are checked."""
-_LOCK_POLL_S = 0.002
 _LEAVE_LOADING_AFTER_S = 0.5
 _KILL_WITHIN_S = 5.0
 _CLOSING = "the server is shutting down"
-_DEAD = "vLLM's engine has exited; read the server's log and restart the server"
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +75,7 @@ class VllmEngine:
         self._config = config
         self._instance = instance
         self._environment = environment
-        self._gate = Gate()
+        self._generations = Generations(config, instance)
         self._changing = asyncio.Lock()
         """Held while weights change or a pause begins or ends."""
         self._pause: Pause | None = None
@@ -96,26 +84,12 @@ class VllmEngine:
         self._turn = LoadingTurn(config)
         self._is_pausing = False
         """A pause waits for running requests; it can be cancelled."""
-        self._stalls = StallDetector(config.stalled_after_s)
-        self._ping: asyncio.Task[None] | None = None
-        """Sent to a stalled engine core; its answer shows that it works again."""
-        self._num_requests = 0
-        self._request_numbers = itertools.count()
-        self._adapters = VllmAdapters(config.model_name, self._awaiting_core)
-        self._num_known_moves = 0
-        """Changes of the weight lock that invalidate no running request: adapters, and writes while all were frozen."""
-        self._frozen_at: LockState | None = None
-        """State of the weight lock when the scheduler was paused; None while it is not paused."""
-        self._versions = RunningVersions()
-        self._interruptible: set[str] = set()
-        """Running requests that end where the weights change."""
         self._llm: AsyncLLM | None = None
         self._stock_app: StockApp | None = None
         self._patches: Mapping[str, bool] = {}
         self._arguments: AsyncEngineArgs
         self._prompts: PromptCodec
         self._parameters: Parameters
-        self._lock = WeightLock.private()
         self._sharing: Sharing | None = None
         self._awaited: ProcessIdentity | None = None
         """The trainer that has newer weights, since this server started."""
@@ -212,14 +186,16 @@ class VllmEngine:
             self._sharing = await share(
                 llm, self._parameters, config=self._config, instance=self._instance, environment=self._environment
             )
-            self._lock = self._sharing.lock
+            self._generations.lock = self._sharing.lock
         if self._config.enable_sleep_mode:
             await self._find_weights(llm)
         await self._load_newest_handover(llm)
-        self._outputs = CoreOutputs(llm, lambda: self._stalls.record_output(time.monotonic()))
+        self._generations.listen_to(llm)
         # The first request compiles what is not compiled yet; a client's request might time out over it.
         first = GenerateRequest(prompt="", max_tokens=1, logprobs=0, prompt_logprobs=0)
-        async for _ in self._generated(llm, {"prompt_token_ids": [0, 0]}, sampling_params(first, 1), "first"):
+        async for _ in self._generations.outputs_of(
+            llm, {"prompt_token_ids": [0, 0]}, sampling_params(first, 1), "first"
+        ):
             pass
         self._patches = await self._checked_patches(llm)
         if measured := [size for size in await llm.collective_rpc("grpo_cache_bytes") if size]:
@@ -260,7 +236,7 @@ class VllmEngine:
             logger.info("Requests wait until process %d has handed its weights over", self._awaited.pid)
             return
         self._pause = Pause.until_published(self._awaited, time.monotonic())
-        await self._halt(llm)
+        await self._generations.halt(llm)
         logger.info("Requests wait until %s has published its weights", self._pause.owner_text)
 
     async def _find_weights(self, llm: AsyncLLM) -> None:
@@ -283,7 +259,7 @@ class VllmEngine:
 
         return check_patches(
             needed_patches(self._config, is_cpu=bool(current_platform.is_cpu())),
-            {Patch.HEAR_OUTPUTS: self._outputs.has_output},
+            {Patch.HEAR_OUTPUTS: self._generations.outputs.has_output},
             await llm.collective_rpc("grpo_patches"),
             vllm.__version__,
         )
@@ -293,42 +269,30 @@ class VllmEngine:
         while True:
             await asyncio.sleep(_POLL_S)
             if llm.errored:
-                raise EngineUnavailable(_DEAD)
-            if self._stalls.is_stalled(time.monotonic()) and not self._stalls.num_pending and self._ping is None:
-                self._ping = asyncio.create_task(self._ping_core(llm))
+                raise EngineUnavailable(DEAD)
+            self._generations.ping_if_stalled(llm)
             if ending is not None and ending.done():
                 ending.result()
                 ending = None
-            if ending is not None or self._pause is None or self._is_being_written():
+            if ending is not None or self._pause is None or self._generations.is_being_written():
                 continue
             if (why := self._pause.why_over(time.monotonic())) is not None:
                 logger.warning("Resuming without a request: %s", why)
                 # Not awaited here: a core that exits before it answers is reported by `errored` only.
                 ending = asyncio.create_task(self._end_pause(self._pause))
 
-    async def _ping_core(self, llm: AsyncLLM) -> None:
-        """Send the engine core a cheap command, which it answers between two steps."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            with suppress(EngineDeadError):
-                await llm.is_sleeping()
-                self._stalls.record_output(time.monotonic())
-        finally:
-            self._ping = None
-
     # --- called by the routes ----------------------------------------------------------------------------------------
 
     def check_health(self) -> None:
         self._running()
-        self._stalls.check(time.monotonic())
-        self._lock.check()
+        self._generations.stalls.check(time.monotonic())
+        self._generations.lock.check()
 
     def info(self) -> EngineInfo:
         import vllm
 
         llm = self._running()
-        state = self._lock.read()
+        state = self._generations.lock.read()
         return EngineInfo(
             engine=f"vllm {vllm.__version__}",
             device=str(llm.vllm_config.device_config.device_type),
@@ -358,63 +322,13 @@ class VllmEngine:
         return await self._prompts.render_chat(messages)
 
     async def generate(self, prompt_token_ids: list[int], params: GenerateRequest) -> Generation:
-        llm = self._running()
-        max_tokens = max_new_tokens(
-            prompt_token_ids,
-            params,
-            max_model_len=int(llm.model_config.max_model_len),
-            vocabulary=int(llm.model_config.hf_text_config.vocab_size),
-        )
-        sampling = sampling_params(params, max_tokens)
-        prompt = {"prompt_token_ids": prompt_token_ids}
-        while True:
-            request_id = f"{self._instance}-{next(self._request_numbers)}"
-            async with self._admitted() as before:
-                num_moves = before.sequence - self._num_known_moves
-                with (
-                    self._versions.request(request_id, before.policy_version) as versions,
-                    self._marked(request_id, params),
-                ):
-                    async for last in self._generated(llm, prompt, sampling, request_id):
-                        output = last
-                self._lock.check()  # a writer that exited in the middle invalidates frozen requests
-                is_of_two_prompts = versions.changes and params.prompt_logprobs is not None
-                if self._num_unknown_moves() == num_moves and not is_of_two_prompts:
-                    return generation(output, prompt_token_ids, params, versions)
-            logger.warning("The weights changed during a request without a pause; generating it again")
+        return await self._generations.generate(self._running(), prompt_token_ids, params)
 
-    @contextmanager
-    def _marked(self, request_id: str, params: GenerateRequest) -> Iterator[None]:
-        """Within, a request with `interrupt` ends where the weights change."""
-        if params.interrupt:
-            self._interruptible.add(request_id)
-        try:
-            yield
-        finally:
-            self._interruptible.discard(request_id)
-
-    async def _interrupt(self, llm: AsyncLLM) -> None:
-        """End the requests with `interrupt` that have tokens of the weights before."""
-        begun = {request for (request, _), length in lengths_so_far(llm.output_processor).items() if length}
-        if cut := sorted(begun & self._interruptible):
-            logger.info("%d requests end, because the weights have changed", len(cut))
-            await llm.abort(cut)
-
-    async def guarded(
+    def guarded(
         self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None, **others: Any
     ) -> AsyncIterator[Any]:
-        """`AsyncLLM.generate` for vLLM's own routes, admitted like every other generation.
-
-        Raises:
-            DataError: too many completions.
-            EngineUnavailable, HalfWritten: not now.
-        """
-        llm = self._running()
-        check_num_completions(getattr(sampling_params, "n", 1))
-        outputs = self._generated(llm, prompt, sampling_params, request_id, lora_request, **others)
-        async with self._admitted(), aclosing(outputs):
-            async for output in outputs:
-                yield output
+        """`AsyncLLM.generate` for vLLM's own routes: see `Generations.guarded`."""
+        return self._generations.guarded(self._running, prompt, sampling_params, request_id, lora_request, **others)
 
     async def pause(self, owner_pid: int | None, timeout_s: float) -> None:
         llm = self._running()
@@ -425,25 +339,25 @@ class VllmEngine:
             pause.check_may_follow(self._pause, time.monotonic())
             self._pause, self._is_pausing = pause, True
             try:
-                await self._close_gate()
+                await self._generations.close_gate()
                 self._is_pausing = False
                 if self._pause is pause:
-                    await self._halt(llm)
+                    await self._generations.halt(llm)
             except Exception:
                 self._pause = None
-                await self._continue(llm)
+                await self._generations.go_on(llm)
                 raise
             finally:
                 self._is_pausing = False
             if self._pause is None:
-                await self._continue(llm)
+                await self._generations.go_on(llm)
                 raise WeightsBusy("the pause ended before the engine had stopped: give it a longer timeout_s")
 
     async def resume(self, policy_version: int | None) -> None:
         self._running()
         require_awake(self._sleep)
-        if policy_version is not None and self._lock.check().policy_version != policy_version:
-            with self._lock.writing(policy_version):
+        if policy_version is not None and self._generations.lock.check().policy_version != policy_version:
+            with self._generations.lock.writing(policy_version):
                 pass
         await self._end_pause(self._pause)
 
@@ -458,19 +372,21 @@ class VllmEngine:
         async with self._changing:
             require_awake(self._sleep)
             try:
-                await self._halt(llm)
+                await self._generations.halt(llm)
                 await self._read_checkpoint(llm, path, policy_version)
             finally:
                 if self._pause is None:
-                    await self._continue(llm)
+                    await self._generations.go_on(llm)
 
     async def join(self, request: JoinRequest) -> None:
         llm = self._running()
         if not self._config.receives_weights:
             raise BridgeError("this server does not receive weights: start it with --receives-weights")
-        folder = checkpoint_folder(self._config.model_name) if self._lock.read().policy_version == 0 else None
+        folder = (
+            checkpoint_folder(self._config.model_name) if self._generations.lock.read().policy_version == 0 else None
+        )
         expected = {name: list(shape) for name, shape in self._parameters.shapes.items()}
-        with self._awaiting_core():
+        with self._generations.awaiting_core():
             problems = await llm.collective_rpc(
                 "grpo_join",
                 args=(
@@ -491,8 +407,8 @@ class VllmEngine:
         async with self._changing:
             require_awake(self._sleep)
             try:
-                await self._halt(llm)
-                with self._lock.writing(request.policy_version), self._awaiting_core():
+                await self._generations.halt(llm)
+                with self._generations.lock.writing(request.policy_version), self._generations.awaiting_core():
                     answers = await llm.collective_rpc("grpo_receive", args=(request.with_checksum,))
                     if problem := next((answer["problem"] for answer in answers if "problem" in answer), None):
                         raise BridgeError(problem)
@@ -500,7 +416,7 @@ class VllmEngine:
                     self._pause = None
             finally:
                 if self._pause is None:
-                    await self._continue(llm)
+                    await self._generations.go_on(llm)
         return [answer["checksum"] for answer in answers if answer["checksum"] is not None]
 
     async def sleep(self, owner_pid: int) -> None:
@@ -529,12 +445,12 @@ class VllmEngine:
         llm = self._running()
         async with self._changing:
             require(self._sleep, "weights", "woken")
-            with self._lock.writing(request.policy_version), self._awaiting_core():
+            with self._generations.lock.writing(request.policy_version), self._generations.awaiting_core():
                 [answer] = await llm.collective_rpc("grpo_wake_cache", args=(request.with_checksum,))
                 if "problem" in answer:
                     raise BridgeError(answer["problem"])
             self._sleep = None
-            await self._continue(llm)
+            await self._generations.go_on(llm)
         return None if answer["checksum"] is None else int(answer["checksum"])
 
     async def load_adapter(self, path: Path, name: str | None, policy_version: int | None) -> Adapter:
@@ -550,31 +466,31 @@ class VllmEngine:
             max_rank=self._config.max_lora_rank,
         )
         async with self._changing:
-            version = self._lock.check().policy_version + 1 if policy_version is None else policy_version
-            lora = await self._adapters.load(llm, path, modules)
-            adapter = self._adapters.described(lora, name or path.name)
-            previous = self._adapters.lora
+            version = self._generations.lock.check().policy_version + 1 if policy_version is None else policy_version
+            lora = await self._generations.adapters.load(llm, path, modules)
+            adapter = self._generations.adapters.described(lora, name or path.name)
+            previous = self._generations.adapters.lora
             try:
-                self._serve_adapter(llm, version, lora, adapter)
+                self._generations.serve_adapter(llm, version, lora, adapter)
             except GrpoError:  # the base weights are being written, or half-written
-                await self._adapters.drop_if_unused(llm, lora)
+                await self._generations.adapters.drop_if_unused(llm, lora)
                 raise
-            await self._interrupt(llm)
-            await self._adapters.drop_if_unused(llm, previous)
+            await self._generations.interrupt(llm)
+            await self._generations.adapters.drop_if_unused(llm, previous)
         return adapter
 
     async def unload_adapter(self) -> Adapter | None:
         llm = self._running()
         async with self._changing:
-            previous, lora = self._adapters.served, self._adapters.lora
+            previous, lora = self._generations.adapters.served, self._generations.adapters.lora
             if previous is not None:
-                self._serve_adapter(llm, self._lock.check().policy_version + 1, None, None)
-                await self._adapters.drop_if_unused(llm, lora)
+                self._generations.serve_adapter(llm, self._generations.lock.check().policy_version + 1, None, None)
+                await self._generations.adapters.drop_if_unused(llm, lora)
         return previous
 
     def adapter(self) -> Adapter | None:
         self._running()
-        return self._adapters.served
+        return self._generations.adapters.served
 
     def stock_app(self) -> StockApp | None:
         self._running()
@@ -590,89 +506,11 @@ class VllmEngine:
         if self._llm is None:
             raise EngineUnavailable("the model is loading")
         if self._llm.errored:
-            raise EngineUnavailable(_DEAD)
+            raise EngineUnavailable(DEAD)
         return self._llm
 
-    @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[LockState]:
-        """Wait until requests may run and no write is in progress; yields the state of the weight lock then."""
-        if self._num_requests >= self._config.max_waiting:
-            raise EngineUnavailable(f"{self._num_requests} requests are waiting: send fewer at once, or retry later")
-        self._num_requests += 1
-        try:
-            while True:
-                async with self._gate.passing():
-                    state = self._lock.check()
-                    if not state.is_writing:
-                        yield state
-                        return
-                await asyncio.sleep(_LOCK_POLL_S)  # a writer that did not pause this server
-        finally:
-            self._num_requests -= 1
-
-    async def _generated(
-        self, llm: AsyncLLM, prompt: Any, sampling: Any, request_id: str, lora: LoRARequest | None = None, **others: Any
-    ) -> AsyncGenerator[Any, None]:
-        """vLLM's outputs for one request, with the served adapter unless another one is named."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        lora = lora or self._adapters.lora
-        if isinstance(prompt, dict):
-            prompt = _salted(prompt, f"{self._instance}-{self._lock.read().sequence}")
-        outputs = llm.generate(prompt, sampling, request_id, lora_request=lora, **others)
-        async with self._adapters.using(llm, lora), aclosing(outputs):
-            self._stalls.add_request(time.monotonic())
-            try:
-                async for output in outputs:
-                    self._stalls.remove_request(time.monotonic())  # a client that reads slowly is no stall
-                    try:
-                        yield output
-                    finally:
-                        self._stalls.add_request(time.monotonic())
-            except EngineDeadError as error:
-                raise EngineUnavailable(_DEAD) from error
-            except refusals() as error:
-                raise DataError(f"vLLM refuses the request: {error}") from None
-            finally:
-                self._stalls.remove_request(time.monotonic())
-
-    def _serve_adapter(self, llm: AsyncLLM, version: int, lora: LoRARequest | None, adapter: Adapter | None) -> None:
-        before = self._lock.check().sequence  # a half-written base model stays half-written
-        self._record_version_change(llm)
-        with self._lock.writing(version):
-            self._adapters.serve(lora, adapter)
-        now = self._lock.read()
-        self._num_known_moves += now.sequence - before
-        if self._frozen_at is not None:
-            self._frozen_at = now
-
-    def _num_unknown_moves(self) -> int:
-        """Grows when a writer changes weights without having paused the engine."""
-        now = self._frozen_at or self._lock.read()
-        return now.sequence - self._num_known_moves
-
-    def _record_version_change(self, llm: AsyncLLM) -> bool:
-        """Record that frozen requests, if any, continue under the weights that were written meanwhile, if they were."""
-        if self._frozen_at is None:
-            return False
-        now = self._lock.read()
-        is_other = now.policy_version != self._frozen_at.policy_version
-        if is_other:
-            self._versions.change(now.policy_version, lengths_so_far(llm.output_processor))
-        # Without a write in progress: a request that continues before its end has overlapped it.
-        self._num_known_moves += now.sequence - self._frozen_at.sequence - now.is_writing
-        self._frozen_at = now
-        return is_other
-
-    def _is_being_written(self) -> bool:
-        """Whether a living writer is in the middle of a write; requests could not continue then."""
-        try:
-            return self._lock.check().is_writing
-        except HalfWritten:
-            return False
-
     async def _read_checkpoint(self, llm: AsyncLLM, path: Path, policy_version: int) -> None:
-        with self._lock.writing(policy_version), self._awaiting_core():
+        with self._generations.lock.writing(policy_version), self._generations.awaiting_core():
             await llm.collective_rpc("grpo_reload", kwargs={"path": str(path)})
 
     async def _asked_of_workers(self, llm: AsyncLLM, method: str, argument: Any) -> None:
@@ -681,74 +519,27 @@ class VllmEngine:
         Raises:
             BridgeError: it could not.
         """
-        with self._awaiting_core():
+        with self._generations.awaiting_core():
             problems = await llm.collective_rpc(method, args=(argument,))
         if problem := next(filter(None, problems), None):
             raise BridgeError(problem)
 
     async def _free(self, llm: AsyncLLM) -> None:
         """Free weights and cache; running requests are preempted, and computed again by the next weights."""
-        await self._halt(llm)
-        with self._awaiting_core():
+        await self._generations.halt(llm)
+        with self._generations.awaiting_core():
             await llm.collective_rpc("grpo_sleep")
-
-    async def _close_gate(self) -> None:
-        """Admit no request; with `finish_before_update`, wait for running ones."""
-        if self._config.finish_before_update:
-            await self._gate.drain()
-        else:
-            await self._gate.close()
-
-    async def _halt(self, llm: AsyncLLM) -> None:
-        """Return with vLLM between two steps, its caches cleared, and all its outputs processed."""
-        await self._close_gate()
-        with self._awaiting_core():
-            # Not `llm.pause_generation`, which sleeps for 20 ms instead of waiting for the outputs.
-            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-        await self._outputs.drained()
-        self._stalls.pause()
-        if self._frozen_at is None:
-            self._frozen_at = self._lock.read()
-
-    async def _continue(self, llm: AsyncLLM) -> None:
-        if self._record_version_change(llm):
-            await self._interrupt(llm)
-        self._frozen_at = None
-        self._stalls.resume(time.monotonic())
-        try:
-            with self._awaiting_core():
-                try:
-                    self._lock.check()
-                except HalfWritten:  # nothing may be sampled from such weights: abort what is frozen
-                    await llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
-                await llm.resume_generation()
-        finally:
-            await self._gate.open()  # requests behind it reveal a core that does not continue
-
-    @contextmanager
-    def _awaiting_core(self) -> Iterator[None]:
-        """Count a command to the engine core as work, and its answer as output, for the stall detector."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        self._stalls.add_command(time.monotonic())
-        try:
-            yield
-            self._stalls.record_output(time.monotonic())
-        except EngineDeadError as error:
-            raise EngineUnavailable(_DEAD) from error
-        finally:
-            self._stalls.remove_command(time.monotonic())
 
     async def _end_pause(self, pause: Pause | None) -> None:
         if self._pause is not pause:  # another pause has begun
             return
         self._pause = None
         if self._is_pausing:  # `pause` continues once it sees that
-            await self._gate.open()
+            await self._generations.gate.open()
             return
         async with self._changing:
             if self._pause is None:
-                await self._continue(self._running())
+                await self._generations.go_on(self._running())
 
 
 def _shutdown_within_s(llm: AsyncLLM) -> float:
@@ -757,16 +548,6 @@ def _shutdown_within_s(llm: AsyncLLM) -> float:
     An engine core without workers has none; it would spend a second on freeing memory that the kernel frees anyway.
     """
     return 0.0 if llm.vllm_config.parallel_config.distributed_executor_backend == "uni" else 2.0
-
-
-def _salted(prompt: dict[str, Any], salt: str) -> dict[str, Any]:
-    """The prompt with a salt, by which vLLM keys cached prefixes: one computed with other weights is never reused."""
-    from vllm.inputs import tokens_input
-
-    if "type" not in prompt:  # from our routes; prompts of vLLM's own routes are rendered already
-        return dict(tokens_input(prompt["prompt_token_ids"], cache_salt=salt))
-    own = prompt.get("cache_salt")
-    return {**prompt, "cache_salt": salt if own is None else f"{salt}-{own}"}
 
 
 def _as_engine_error(error: BaseException) -> BaseException:

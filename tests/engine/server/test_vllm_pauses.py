@@ -81,7 +81,7 @@ async def engine(llm: Llm) -> VllmEngine:
     async def drained() -> None:
         pass
 
-    engine._llm, engine._outputs = llm, SimpleNamespace(drained=drained)
+    engine._llm, engine._generations.outputs = llm, SimpleNamespace(drained=drained)
     return engine
 
 
@@ -107,7 +107,7 @@ async def test_requests_continue_after_a_failed_pause_and_a_failed_reload(
         llm.fault = RuntimeError("the cache cannot be reset")
         with pytest.raises(RuntimeError, match="cannot be reset"):
             await change
-        assert engine._gate.is_open
+        assert engine._generations.gate.is_open
         assert llm.calls[-1] == "resume"
         assert engine._pause is None
 
@@ -122,7 +122,7 @@ async def test_a_pause_that_ends_while_the_core_stops_is_refused(engine: VllmEng
     with pytest.raises(WeightsBusy, match="the pause ended"):
         await pause
     await ending
-    assert engine._gate.is_open
+    assert engine._generations.gate.is_open
 
 
 async def test_a_core_that_exits_while_a_pause_waits_for_it_is_detected(
@@ -147,10 +147,10 @@ async def test_a_core_that_produces_nothing_is_stalled_until_its_next_output(eng
     request = send_request(engine)
     await turns()
     with pytest.raises(EngineStalled, match="produced nothing"):
-        engine._stalls.check(time.monotonic() + 1e6)
+        engine._generations.stalls.check(time.monotonic() + 1e6)
     llm.may_end.set()
     await request
-    engine._stalls.check(time.monotonic() + 1e6)
+    engine._generations.stalls.check(time.monotonic() + 1e6)
 
 
 async def test_a_pause_of_an_exited_core_is_answered_with_an_error(engine: VllmEngine, llm: Llm) -> None:
@@ -165,7 +165,7 @@ async def test_a_request_that_ran_during_a_write_is_generated_again(engine: Vllm
     request = send_request(engine)
     await turns()
     await engine.pause(os.getpid(), 60)
-    with engine._lock.writing(1):
+    with engine._generations.lock.writing(1):
         await engine.resume(None)  # too early
         llm.may_end.set()
         await turns()
@@ -182,12 +182,12 @@ async def test_a_pause_outlasts_its_limit_while_its_owner_writes(
     await engine.pause(os.getpid(), 0)
     watch = None
     try:
-        with engine._lock.writing(1):
+        with engine._generations.lock.writing(1):
             watch = asyncio.create_task(engine._watching(engine._llm))
             await turns()
-            assert not engine._gate.is_open
+            assert not engine._generations.gate.is_open
         await turns()
-        assert engine._gate.is_open
+        assert engine._generations.gate.is_open
     finally:
         watch.cancel()
 
@@ -197,14 +197,14 @@ async def test_an_adapter_loaded_during_a_pause_does_not_invalidate_frozen_reque
 ) -> None:
     request = send_request(engine)
     await turns()
-    (request_id,) = engine._versions._running
+    (request_id,) = engine._generations._versions._running
     llm.output_processor.request_states["r"] = SimpleNamespace(
         external_req_id=request_id, request_index=0, detokenizer=SimpleNamespace(num_output_tokens=lambda: 0)
     )
     await engine.pause(os.getpid(), 60)
-    with engine._lock.writing(3):
+    with engine._generations.lock.writing(3):
         pass
-    engine._serve_adapter(llm, 4, None, Adapter(name="a", path="p", number=1))
+    engine._generations.serve_adapter(llm, 4, None, Adapter(name="a", path="p", number=1))
     await engine.resume(None)
     llm.may_end.set()
     generation = await request
@@ -232,21 +232,25 @@ async def test_an_adapter_on_weights_that_are_not_complete_is_refused_and_unload
 
     async def load(*_args: Any) -> LoRARequest:
         if not is_trainer_alive:
-            with suppress(RuntimeError), engine._lock.writing(1):
+            with suppress(RuntimeError), engine._generations.lock.writing(1):
                 raise RuntimeError("the trainer fails meanwhile")
         return LoRARequest(lora_name="adapter-1", lora_int_id=1, lora_path="somewhere")
 
-    monkeypatch.setattr(engine._adapters, "load", load)
-    with engine._lock.writing(1) if is_trainer_alive else nullcontext(), pytest.raises(error, match=message):
+    monkeypatch.setattr(engine._generations.adapters, "load", load)
+    with (
+        engine._generations.lock.writing(1) if is_trainer_alive else nullcontext(),
+        pytest.raises(error, match=message),
+    ):
         await engine.load_adapter("somewhere", "a", 5)
     assert llm.calls == ["remove 1"]
-    assert engine._lock.read().is_writing is not is_trainer_alive
+    assert engine._generations.lock.read().is_writing is not is_trainer_alive
 
 
 async def test_a_client_that_disconnects_from_a_stream_releases_everything(engine: VllmEngine, llm: Llm) -> None:
     stream = engine.guarded({"prompt_token_ids": [1]}, None, "r")
     await anext(stream)
-    engine._stalls.check(1e12)  # a client that stops reading is no stall
+    engine._generations.stalls.check(1e12)  # a client that stops reading is no stall
     await stream.aclose()
     assert llm.calls == ["end of a request"]
-    assert (engine._num_requests, engine._gate._num_inside, engine._stalls.num_pending) == (0, 0, 0)
+    running = engine._generations
+    assert (running._num_requests, running.gate._num_inside, running.stalls.num_pending) == (0, 0, 0)
