@@ -515,8 +515,11 @@ def _live_deadline_s(launch: Launch, now_s: float) -> float | None:
 
 
 def _become_unhealthy(service: Service, now_s: float, launch: Launch) -> Step:
+    """It has not passed in time. Without an answer since then the supervisor was late: it waits for the next one."""
     assert launch.live is not None
-    reason = f"no liveness for {launch.live.within_s:g} s: {service.answer or 'not probed yet'}"
+    if service.outcome in {None, ProbeOutcome.PASSED}:
+        return replace(service, deadline_s=now_s + launch.live.interval_s + launch.live.timeout_s), ()
+    reason = f"no liveness for {launch.live.within_s:g} s: {service.answer}"
     if launch.restart_unhealthy:
         return _stop(service, now_s, launch, AfterStop.FAILURE, reason)
     return _enter(service, S.UNHEALTHY, now_s, reason=reason), ()

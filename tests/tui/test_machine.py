@@ -85,7 +85,12 @@ def test_a_late_answer_about_an_earlier_attempt_changes_nothing() -> None:
         param({}, [*UP, (6.0, StopAsked()), (6.1, REQUIRED), ENDED], S.STOPPED, id="stop overrides required restart"),
         param({}, [*UP, (6.0, StopAsked()), (6.5, StartAsked()), ENDED], S.WAITING, id="start comes after the stop"),
         param({"final_exit_codes": (-15,)}, [*UP, (6.0, StopAsked()), ENDED], S.STOPPED, id="stop with a final code"),
-        param(WATCHED, [*UP, (35.0, Tick()), (36.0, Exited(code=-15))], S.BACKOFF, id="unhealthy is restarted"),
+        param(
+            WATCHED,
+            [*UP, (9.0, refused()), (35.0, Tick()), (36.0, Exited(code=-15))],
+            S.BACKOFF,
+            id="unhealthy is restarted",
+        ),
         param({"restart_in_place": IN_PLACE}, [*UP, (6.0, REQUIRED)], S.STOPPING, id="follower is not in place"),
         param({"restart_in_place": IN_PLACE}, [SPAWNED[0], *restart(0.1)], S.STOPPING, id="no process to signal"),
         param({}, [SPAWNED[0], (59.0, PROGRESSED), (60.0, Tick())], S.STOPPING, id="progress without stalled_s"),
@@ -234,6 +239,16 @@ def test_a_live_probe_that_fails_makes_the_service_unhealthy_until_it_passes() -
     assert (service.state, effects) == (S.UNHEALTHY, [])
     assert service.reason == "no liveness for 30 s: /health answers 503"
     assert play(how, (55.0, passed()), service=service)[0].state is S.READY
+
+
+def test_a_service_that_nobody_asked_in_time_is_not_unhealthy_before_it_has_answered() -> None:
+    """On a machine with load 20 the supervisor itself gets no time for a probe, and the last answer was 200."""
+    how = launch(live=Probe(http="http://127.0.0.1:1/health", within_s=20, interval_s=1, timeout_s=5))
+    service, _ = play(how, *UP, (20.0, passed()), (41.0, Tick()))
+    assert service.state is S.READY
+    assert play(how, (44.0, passed()), (63.0, Tick()), service=service)[0].state is S.READY
+    silent, _ = play(how, (44.0, refused()), (47.0, Tick()), service=service)
+    assert silent.state is S.UNHEALTHY
 
 
 @pytest.mark.parametrize(
@@ -390,7 +405,7 @@ def test_a_restart_in_place_that_exits_or_does_not_become_ready_fails_as_any_sta
 
 def test_an_unhealthy_service_and_one_that_starts_restart_in_place_too() -> None:
     how = launch(restart_in_place=IN_PLACE, live=LIVE)
-    unhealthy, _ = play(how, *UP, (35.0, Tick()))
+    unhealthy, _ = play(how, *UP, (34.0, refused()), (35.0, Tick()))
     assert unhealthy.state is S.UNHEALTHY
     for service in (unhealthy, play(how, *SPAWNED)[0]):
         assert play(how, *restart(40.0), service=service)[1] == [Effect.RESTART_IN_PLACE]
