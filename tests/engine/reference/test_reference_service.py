@@ -17,6 +17,7 @@ from rank_training import Training, make_model, train_on_ranks
 from serving import end_all, python_path, save_tiny_model
 from torch import Tensor
 from training import VOCABULARY, attached, made_up_groups, settings, small_model
+from workplace import until
 
 from grpo_engine.data.batching import Batch, make_batch
 from grpo_engine.data.scoring_rows import decode_rows, decode_scores, encode_rows, encode_scores
@@ -45,6 +46,15 @@ class Service:
         log = self._folder / f"{self.port}.log"
         self.process = Forked(*self._words, log=log, folder=self._folder, environment=environment)
 
+    def wait_until_ready(self) -> None:
+        def is_ready() -> bool:
+            try:
+                return httpx.get(f"{self.url}/health").status_code == 200
+            except httpx.ConnectError:
+                return False
+
+        until(is_ready)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -68,6 +78,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, other: Path) -> Iterator[Service]:
     started = Service(tmp_path_factory.mktemp("service"), other)
+    started.wait_until_ready()
     yield started
     end_all([started.process])
 
