@@ -12,6 +12,8 @@ from grpo_engine.wire.inference import GenerateRequest
 
 MAX_COMPLETIONS = 4096
 """Of one prompt; several times the largest groups that are trained on."""
+MAX_LOGPROBS = 20
+"""At each token, as vLLM's default of this name: those of a whole vocabulary are megabytes."""
 
 
 class PromptCodec:
@@ -96,8 +98,18 @@ def check_listed_prompts(body: Mapping[str, Any]) -> None:
             check_num_completions(n if isinstance(n, int) else 1, num_prompts=len(prompts))
 
 
-def max_new_tokens(prompt: Sequence[int], params: GenerateRequest, *, max_model_len: int, vocabulary: int) -> int:
+def max_new_tokens(
+    prompt: Sequence[int],
+    params: GenerateRequest,
+    *,
+    max_model_len: int,
+    vocabulary: int,
+    max_logprobs: int = MAX_LOGPROBS,
+) -> int:
     """How many tokens may follow the prompt.
+
+    Args:
+        max_logprobs: most that a request may ask for at each token; -1: those of the whole vocabulary.
 
     Raises:
         DataError: the prompt leaves no room, or the request names tokens that the model does not have.
@@ -111,8 +123,10 @@ def max_new_tokens(prompt: Sequence[int], params: GenerateRequest, *, max_model_
         )
     if (foreign := next((t for t in prompt if not 0 <= t < vocabulary), None)) is not None:
         raise DataError(f"prompt: token {foreign} is not in the vocabulary of {vocabulary}: another tokenizer?")
-    if max(params.logprobs or 0, params.prompt_logprobs or 0) > vocabulary:
-        raise DataError(f"logprobs: more than the vocabulary of {vocabulary}")
+    for name, asked in (("logprobs", params.logprobs or 0), ("prompt_logprobs", params.prompt_logprobs or 0)):
+        most = vocabulary if max_logprobs == -1 else min(max_logprobs, vocabulary)
+        if asked > most:
+            raise DataError(f"{name}: {asked}, but this server has at most {most} at each token: ask for fewer")
     if (foreign := next((t for t in params.stop_token_ids or () if not 0 <= t < vocabulary), None)) is not None:
         raise DataError(f"stop_token_ids: {foreign} is not in the vocabulary of {vocabulary}")
     return min(params.max_tokens, max_model_len - len(prompt))

@@ -42,7 +42,7 @@ from grpo_engine.rollouts.metrics import MAX_ENVIRONMENTS_NAMED, Counters
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.http.openai_routes import openai_routes
 from grpo_engine.server.http.requests import add_error_answers, read_path
-from grpo_engine.server.prompts import PromptCodec, check_listed_prompts, check_num_completions
+from grpo_engine.server.prompts import PromptCodec, check_listed_prompts, check_num_completions, max_new_tokens
 from grpo_engine.server.vllm.stock import StockApp
 from grpo_engine.serving import bodies, connections
 from grpo_engine.serving.access import AccessControl
@@ -561,6 +561,29 @@ def test_a_path_where_nothing_is_yet_is_left_to_the_route(tmp_path: Path) -> Non
     assert read_path(str(tmp_path / "none" / "there")) == tmp_path / "none" / "there"
 
 
+def logprobs_requests(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Requests for log-probabilities of so many tokens at each position."""
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "logprobs": True, "top_logprobs": count}
+    return [
+        ("/generate", {"prompt": "ab", "max_tokens": 1, "logprobs": count}),
+        ("/generate", {"prompt": "ab", "max_tokens": 1, "prompt_logprobs": count}),
+        ("/v1/completions", {"prompt": "ab", "max_tokens": 1, "logprobs": count}),
+        ("/v1/chat/completions", chat),
+    ]
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 21}, {"prompt_logprobs": 21}])
+def test_log_probabilities_of_more_tokens_than_vllm_answers_are_refused(asked: dict[str, int]) -> None:
+    def room(**more: int) -> int:
+        return max_new_tokens([1], GenerateRequest(prompt="", **asked), max_model_len=8, vocabulary=50_000, **more)
+
+    with pytest.raises(DataError, match="logprobs: 21, but this server has at most 20 at each token"):
+        room()
+    with pytest.raises(DataError, match="at most 5"):
+        room(max_logprobs=5)
+    assert room(max_logprobs=21) == room(max_logprobs=-1) == 7  # set by the operator
+
+
 @pytest.mark.slow
 def test_the_inference_server_refuses_both_with_400(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", seed=0)
@@ -573,7 +596,9 @@ def test_the_inference_server_refuses_both_with_400(tmp_path: Path) -> None:
             ("/v1/completions", {"prompt": "a", "n": 10**6}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 10**6}),
         ]
+        requests += logprobs_requests(21)
         answers = [(path, client.post(path, json=body)) for path, body in requests]
         assert [(path, answer.status_code) for path, answer in answers] == [(path, 400) for path, _ in requests]
         assert all(len(answer.json()["detail"]) < 300 for _, answer in answers)
-        assert client.post("/generate", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        for path, body in logprobs_requests(20):
+            assert (path, client.post(path, json=body).status_code) == (path, 200)

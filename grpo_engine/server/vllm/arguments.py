@@ -140,7 +140,6 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
         # vLLM's default seed is 0, which gives the same samples after every start.
         "seed": random.SystemRandom().getrandbits(31) if config.seed is None else config.seed,
         "logprobs_mode": f"{config.logprobs_mode}_logprobs",
-        "max_logprobs": -1,
         # A checkpoint's sampling defaults would silently change top_p or penalties.
         "generation_config": "vllm",
         "served_model_name": [config.served_model_name or config.model_name],

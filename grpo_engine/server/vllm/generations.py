@@ -76,6 +76,7 @@ class Generations:
             params,
             max_model_len=int(llm.model_config.max_model_len),
             vocabulary=int(llm.model_config.hf_text_config.vocab_size),
+            max_logprobs=int(llm.model_config.max_logprobs),
         )
         sampling = sampling_params(params, max_tokens)
         prompt = {"prompt_token_ids": prompt_token_ids}

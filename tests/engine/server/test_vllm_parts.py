@@ -258,7 +258,7 @@ def test_a_request_is_limited_to_the_models_length_and_vocabulary() -> None:
         length([1] * 8)
     with pytest.raises(DataError, match="token 10 is not in the vocabulary of 10"):
         length([1, 10])
-    with pytest.raises(DataError, match="logprobs: more than the vocabulary"):
+    with pytest.raises(DataError, match="logprobs: 11, but this server has at most 10 at each token"):
         length([1], logprobs=11)
 
 

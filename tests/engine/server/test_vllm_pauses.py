@@ -39,7 +39,9 @@ class Llm:
         self.num_generated = 0
         self.engine_core = self
         self.output_processor = SimpleNamespace(request_states={})
-        self.model_config = SimpleNamespace(max_model_len=64, hf_text_config=SimpleNamespace(vocab_size=50))
+        self.model_config = SimpleNamespace(
+            max_model_len=64, max_logprobs=20, hf_text_config=SimpleNamespace(vocab_size=50)
+        )
 
     async def answer(self, call: str) -> None:
         self.calls.append(call)
