@@ -6,6 +6,7 @@ that are not finite numbers are left out, so that one NaN does not hide the rest
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ MAX_STEP = 10**12
 """Also where a program counts tokens. A line of a later step is damaged; as the newest one it would hide all others."""
 MAX_VALUE = 1e100
 """Beyond all that float32 holds; sums, products and squares of values up to it are finite. Larger ones are left out."""
+MAX_NAMES = 10_000
+"""Of metrics in one file; those of further names are left out. Readers keep thousands of lines, and list all names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +48,32 @@ class MetricsTail:
 
     def __init__(self, path: Path) -> None:
         self._tail = LineTail(path, max_bytes=MAX_BYTES_A_READ)
+        self._names: set[str] = set()
 
     def read(self) -> MetricsChunk:
         """Read the whole lines that were added since the last call, at most about a megabyte of them."""
         new = self._tail.read()
+        if new.is_restarted:
+            self._names.clear()
         read = [read_line(line) for line in new.lines if line.strip()]
-        good = tuple(line for line in read if line is not None)
+        good = tuple(self._of_known_names(line) for line in read if line is not None)
         return MetricsChunk(
             lines=good,
             is_restarted=new.is_restarted,
             num_bad_lines=new.num_too_long + len(read) - len(good),
             has_more=new.has_more,
         )
+
+    def _of_known_names(self, line: MetricsLine) -> MetricsLine:
+        """The line without metrics that are not among the first `MAX_NAMES` of the file."""
+        if line.metrics.keys() <= self._names:
+            return line
+        further = (name for name in line.metrics if name not in self._names)
+        self._names.update(itertools.islice(further, MAX_NAMES - len(self._names)))
+        if line.metrics.keys() <= self._names:
+            return line
+        known = {name: value for name, value in line.metrics.items() if name in self._names}
+        return line.model_copy(update={"metrics": known})
 
 
 def all_steps(run_folder: Path) -> list[MetricsLine]:

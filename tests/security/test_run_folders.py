@@ -40,7 +40,7 @@ from grpo_tui.cli.follow import logs_command
 from grpo_tui.client.api import look_at, run_status
 from grpo_tui.client.local import Run, runs_and_left_out
 from grpo_tui.run_files.log_file import last_lines
-from grpo_tui.run_files.metrics import MetricsChunk, MetricsTail, newest_lines
+from grpo_tui.run_files.metrics import MAX_NAMES, MetricsChunk, MetricsTail, newest_lines
 from grpo_tui.run_files.opening import open_file
 from grpo_tui.run_files.resolved import read_resolved
 from grpo_tui.run_files.whole_file import read_whole
@@ -432,3 +432,19 @@ def test_a_folder_in_place_of_the_metrics_leaves_the_status_without_them(tmp_pat
     assert run_status(look_at(folder)) == before.model_copy(update={"metrics": {}})
     with pytest.raises(OSError, match="not a regular file"):
         open_file(folder / METRICS_FILE)
+
+
+def test_a_million_names_of_metrics_are_not_kept_or_listed(tmp_path: Path) -> None:
+    """A screen would take minutes for each; the first names of a file are those of its run."""
+    path = tmp_path / METRICS_FILE
+    with path.open("w") as file:
+        for step in range(1, 14):
+            metrics = {"reward/mean": 0.5} | {f"m{step}/{number}": 1.0 for number in range(1000)}
+            file.write(json.dumps({"time": 1.0, "step": step, "policy_version": step, "metrics": metrics}) + "\n")
+    tail = MetricsTail(path)
+    lines = tail.read().lines
+    assert len(set().union(*(line.metrics for line in lines))) == MAX_NAMES
+    assert [line.metrics["reward/mean"] for line in lines] == [0.5] * 13
+    path.write_text(json.dumps({"time": 2.0, "step": 1, "policy_version": 1, "metrics": {"other": 1.0}}) + "\n")
+    assert tail.read().is_restarted
+    assert tail.read().lines[0].metrics == {"other": 1.0}
