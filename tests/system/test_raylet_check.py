@@ -1,15 +1,16 @@
-"""Whether a raylet answers, asked of sockets that do as one does which runs, is stopped, or has exited."""
+"""Whether a raylet answers: sockets do as one that runs, is stopped, or has exited. And what ends one that is given up."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from grpo_tui.profile.cluster import has_ray
+from grpo_tui.services.base import ClusterPlan
 from grpo_tui.supervisor.placement.cluster import NoAnswer, Node
 
 if TYPE_CHECKING:
@@ -53,3 +54,46 @@ async def test_a_raylet_that_has_exited_does_not_answer(tmp_path: Path) -> None:
         port = listening.getsockname()[1]
     with pytest.raises(NoAnswer):
         await cluster_at(port, tmp_path).check("id", timeout_s=10.0)
+
+
+class FakeNode:
+    """The processes of a machine, as far as they are watched; a head knows which machines it counts as alive."""
+
+    def __init__(self, number: int, alive: dict[str, bool]) -> None:
+        self.node_id, self._alive = f"{number:056x}", alive
+        alive[self.node_id] = True
+        self.dead: list[tuple[str, None]] = []
+        self.is_killed = False
+
+    def dead_processes(self) -> list[tuple[str, None]]:
+        return self.dead
+
+    def kill_all_processes(self, **_: bool) -> None:
+        self.is_killed = True
+
+    def get_gcs_client(self) -> FakeNode:
+        return self
+
+    def check_alive(self, ids: list[Any], timeout: float) -> list[bool]:
+        return [self._alive[each.hex()] for each in ids]
+
+
+def test_a_machine_that_was_given_up_while_its_raylet_is_stopped_is_ended_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpo_tui.supervisor.placement import ray_cluster
+
+    alive: dict[str, bool] = {}
+    head, stays, stopped = (FakeNode(number, alive) for number in (1, 2, 3))
+    nodes: dict[int, Any] = {2: stays, 3: stopped}
+    started: list[int] = []
+
+    def start(plan: ClusterPlan, number: int, folder: str, head: FakeNode) -> FakeNode:
+        started.append(number)
+        head.dead.append(("gcs_server", None))  # which ends the watch
+        return FakeNode(number + 10, alive)
+
+    monkeypatch.setattr(ray_cluster, "_start_node", start)
+    alive[stopped.node_id] = False
+    ray_cluster._watch(head, nodes, ClusterPlan(address=None, machines=3, devices_per_machine=1), str(tmp_path))  # type: ignore[arg-type]
+    assert (started, stays.is_killed, stopped.is_killed) == ([3], False, True)

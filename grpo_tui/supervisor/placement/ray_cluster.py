@@ -4,9 +4,9 @@
     python -P -m grpo_tui.supervisor.placement.ray_cluster broker RUN_FOLDER
 
 `nodes` is the cluster of a run: a head, and a raylet for each further machine that this one stands for. It exits when
-the head does, and starts another raylet for one that exits. `broker` connects to the cluster, reserves devices by
-placement groups, and puts one actor on each machine, which carries requests to the agent there. Ray carries requests,
-logs and exit codes; no tokens and no weights.
+the head does, and starts another raylet for one that exits or is given up. `broker` connects to the cluster, reserves
+devices by placement groups, and puts one actor on each machine, which carries requests to the agent there. Ray carries
+requests, logs and exit codes; no tokens and no weights.
 
 Ray 2.60 needs care: without a token its ports are open to everyone, its default folder and object store are not ours
 alone, it kills processes of others when memory is short, and calls without a time-out may wait for ever.
@@ -24,11 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray import NodeID
 from ray._private.node import Node as RayNode
 from ray._private.parameter import RayParams
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
@@ -61,6 +63,7 @@ LOOK_S = 1.0
 """Between two looks whether a machine is still there whose devices are waited for."""
 AGENT_WITHIN_S = 30.0
 WATCH_S = 0.5
+HEAD_ANSWERS_WITHIN_S = 5.0
 HEALTH_PERIOD_MS, HEALTH_TIMEOUT_MS, HEALTH_FAILURES = 1000, 2000, 10
 """Checks that must fail one after the other before Ray gives a machine up; a raylet that exits is noticed earlier.
 Ray's own limit for a check is ten seconds."""
@@ -115,11 +118,15 @@ def _keep_nodes(run_folder: Path, plan: ClusterPlan, folder: str) -> int:
 
 
 def _watch(head: RayNode, further: dict[int, RayNode], plan: ClusterPlan, folder: str) -> None:
-    """Start machines again that exit; returns when the head has exited."""
+    """Start machines again that exit or were given up; returns when the head has exited."""
     while not _has_ended(head):
+        alive = _alive(head, further.values())
         for number, node in further.items():
-            if _has_ended(node):
-                log.warning("%s%d has exited: it is started again", MACHINE_PREFIX, number)
+            # Stopped for longer than its health checks, it would go on with services that run elsewhere by now.
+            is_given_up = alive is not None and node.node_id not in alive
+            if _has_ended(node) or is_given_up:
+                how = "was given up" if is_given_up else "has exited"
+                log.warning("%s%d %s: it is started again", MACHINE_PREFIX, number, how)
                 node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
                 further[number] = _start_node(plan, number, folder, head=head)
         time.sleep(WATCH_S)
@@ -152,6 +159,17 @@ def _start_node(plan: ClusterPlan, number: int, folder: str, head: RayNode | Non
 def _exit_on_sigterm() -> None:
     """In place of Ray's own handler, which waits for half a minute for a head that was ended with it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
+
+def _alive(head: RayNode, nodes: Iterable[RayNode]) -> set[str] | None:
+    """The ids of the machines that the head counts as alive; None while it does not answer."""
+    ids = [node.node_id for node in nodes]
+    try:
+        client = head.get_gcs_client()
+        answers = client.check_alive([NodeID.from_hex(each) for each in ids], timeout=HEAD_ANSWERS_WITHIN_S)
+    except RayError:
+        return None
+    return {each for each, is_alive in zip(ids, answers, strict=True) if is_alive}
 
 
 def _has_ended(node: RayNode) -> bool:
