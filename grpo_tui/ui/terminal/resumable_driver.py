@@ -1,11 +1,17 @@
-"""Textual's driver for a terminal, which also survives a SIGSTOP that it does not send itself, and has a title."""
+"""Textual's driver for a terminal, which also survives a SIGSTOP that it does not send itself, and has a title.
+
+What the terminal sends may be in another encoding than UTF-8.
+"""
 
 from __future__ import annotations
 
+import codecs
 import os
 import signal
+from functools import partial
 from types import FrameType
 
+from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 
 SAVES_TITLE, RESTORES_TITLE = "\x1b[22;0t", "\x1b[23;0t"
@@ -36,6 +42,14 @@ class ResumableDriver(LinuxDriver):
         if self._writer_thread is not None:
             self.write(f"\x1b]0;{text}\x07")
 
+    def run_input_thread(self) -> None:
+        """Read keys; a byte that is no UTF-8 is one that means nothing.
+
+        Textual (8.2.8) ends the program at the first: at an ü of a terminal in Latin-1, or at a paste of such text.
+        """
+        linux_driver.getincrementaldecoder = _lenient_decoder  # type: ignore[attr-defined, assignment]
+        super().run_input_thread()
+
     def _sigcont_application(self, number: int = signal.SIGCONT, frame: FrameType | None = None) -> None:
         if self._must_signal_resume:
             super()._sigcont_application()
@@ -48,3 +62,7 @@ class ResumableDriver(LinuxDriver):
         self.suspend_application_mode()
         self._must_signal_resume = True
         self.resume_application_mode()
+
+
+def _lenient_decoder(encoding: str) -> partial[codecs.IncrementalDecoder]:
+    return partial(codecs.getincrementaldecoder(encoding), errors="replace")
