@@ -256,7 +256,8 @@ def torment(place: Workplace, options: argparse.Namespace, faults: list[str]) ->
         while (now := time.monotonic()) - began < options.seconds:
             time.sleep(ordeal.rng.uniform(0.0, LONGEST_PAUSE_S))
             kill = ordeal.kill_one(began)
-            if kill is None:
+            if kill is None:  # nothing of that kind runs since the kill before
+                ordeal.help_up()
                 continue
             if ordeal.rng.random() >= OVERLAPS:
                 ordeal.recover(kill)

@@ -24,7 +24,7 @@ from grpo_engine.wire.supervisor import MachinesReport, MachineStatus, Refusal
 from grpo_tui import remote_process
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor import preflight
-from grpo_tui.supervisor.keeper.proc import identify
+from grpo_tui.supervisor.keeper.proc import identify, read_stat
 from grpo_tui.supervisor.placement import broker
 from grpo_tui.supervisor.placement.broker import Broker
 from grpo_tui.supervisor.placement.remote import standing_for
@@ -259,7 +259,11 @@ async def test_a_broker_starts_though_a_machine_died_with_the_one_before_it(stag
         await line_of(await bench.start("a", attempt=2), "pid")
         assert bench.cluster.reserved == {"right": 1, "spare": 1}
         assert identify(stays) is not None
+        left = read_stat(gone)
+        assert left is not None
         os.kill(gone, signal.SIGKILL)
+        await until_gone(left.parent)  # its keeper
+    await until_gone(stays)
 
 
 async def test_a_port_of_a_service_on_another_machine_is_reachable_here(
