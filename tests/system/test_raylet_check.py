@@ -1,4 +1,4 @@
-"""Whether a raylet answers: sockets do as one that runs, is stopped, or has exited. And what ends one that is given up."""
+"""Whether a raylet answers: sockets do as one that runs, is stopped, or has exited. And what ends a given-up one."""
 
 from __future__ import annotations
 
