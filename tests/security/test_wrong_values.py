@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from rollout_fakes import api_client
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -25,6 +25,7 @@ from grpo_engine.rollouts.http import app as _rollout_routes  # noqa: F401 (all 
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.http.openai_routes import openai_routes
 from grpo_engine.server.http.requests import add_error_answers, read_body
+from grpo_engine.server.vllm.stock import StockApp, fail_fast
 from grpo_engine.serving.access import AccessControl
 from grpo_engine.serving.bodies import BodyLimits
 from grpo_engine.wire.codec import Message, failing_fast, first_fault
@@ -137,6 +138,39 @@ async def test_the_inference_server_names_a_few_of_the_faults_of_a_body(path: st
     async with client_of(inference_routes()) as client:
         refused = await client.post(path, json=body)
     assert (refused.status_code, len(refused.text) < 3000) == (422, True)
+
+
+class TheirMessage(BaseModel):
+    role: str
+    content: str | list[dict[str, str]]
+
+
+class TheirRequest(BaseModel):
+    messages: list[TheirMessage | dict[str, int]]
+    logit_bias: dict[str, float] | None = None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"messages": [1] * MANY},
+        {"messages": [{"role": "user", "content": [1] * MANY}]},
+        {"messages": [], "logit_bias": dict.fromkeys(map(str, range(MANY)), "")},
+    ],
+)
+async def test_routes_of_vllm_validate_a_body_up_to_its_first_wrong_items(wrong: dict[str, Any]) -> None:
+    stock = FastAPI()
+
+    @stock.post("/v1/chat/completions")
+    async def complete(request: TheirRequest, raw: Request) -> int:
+        return len(request.messages)
+
+    fail_fast(stock)
+    async with client_of(StockApp(stock)) as client:
+        right = {"messages": [{"role": "user", "content": [{"type": "text"}]}] * 2, "logit_bias": {"1": 2}}
+        assert (await client.post("/v1/chat/completions", json=right)).text == "2"
+        refused = await client.post("/v1/chat/completions", json=wrong)
+    assert (refused.status_code, len(refused.json()["detail"]) <= MOST_ERRORS) == (422, True)
 
 
 async def test_unknown_keys_of_a_request_are_named_beside_its_wrong_values() -> None:

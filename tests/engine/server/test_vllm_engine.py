@@ -9,6 +9,7 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -420,6 +421,44 @@ def test_a_request_to_vllms_routes_waits_while_weights_change(shared: Stack) -> 
         answered_by = pool.submit(version_of_answer, client)
         trainer.post("/bridge/resume", json={"policy_version": version}).raise_for_status()
         assert answered_by.result() == str(version)
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("/v1/completions", {"prompt": "a", "stop": [1] * 20_000}),
+        ("/v1/completions", {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(20_000)), "")}),
+        ("/v1/chat/completions", {"messages": [1] * 4000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [1] * 20_000}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [1] * 20_000}]}),
+        ("/v1/responses", {"input": [1] * 20_000}),
+        ("/tokenize", {"messages": [1] * 20_000}),
+        ("/detokenize", {"tokens": [0.5] * 20_000}),
+    ],
+)
+def test_a_body_of_wrong_values_is_a_few_errors_on_every_route_of_vllm(
+    shared: Stack, path: str, wrong: dict[str, object]
+) -> None:
+    with shared.server.client as client:
+        refused = client.post(path, json={"model": str(shared.model), **wrong})
+    assert refused.status_code == 400
+    count = re.match(r"(\d+) validation error", refused.json()["error"]["message"])
+    assert count is not None
+    assert int(count[1]) <= 100
+
+
+def test_log_probabilities_of_more_than_20_tokens_are_refused_on_every_route(shared: Stack) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 21, "max_tokens": 1}
+    requests: list[tuple[str, dict[str, object]]] = [
+        ("/generate", {"prompt": "a", "logprobs": 21}),
+        ("/generate", {"prompt": "a", "prompt_logprobs": 21}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 21}),
+        ("/v1/chat/completions", chat),
+    ]
+    with shared.server.client as client:
+        assert [client.post(path, json=body).status_code for path, body in requests] == [400] * len(requests)
+        assert client.post("/generate", json={"prompt": "a", "logprobs": 20, "max_tokens": 1}).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
