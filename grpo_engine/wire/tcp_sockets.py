@@ -53,19 +53,19 @@ def stranger_behind(peer: Address, own: Address | None = None, *, tables: Path =
     Args:
         peer: an address that this process has connected to.
         own: this end of the connection; with it the other end is looked at too, so that a process which closed its
-            listening socket since is still noticed. That reads all rows: once a connection, not once a request.
+            listening socket since is still noticed. That looks at all rows: once a connection, not once a request.
     """
     host, port = _plain(peer[0]), peer[1]
     if not ipaddress.ip_address(host).is_loopback:
         return None
     client = None if own is None else (_plain(own[0]), own[1])
-    sockets = listening_sockets([port], tables=tables) if client is None else list(_all_rows(tables))
-    listening = [each for each in sockets if each.port == port and each.is_listening]
+    listening = listening_sockets([port], tables=tables)
+    ends = [] if client is None else _ends(port, client[1], tables)
     # As the kernel chooses: the exact address, then all IPv4 addresses, then all of both kinds.
     chosen = next(
         (found for name in (host, "0.0.0.0", "::") if (found := [s for s in listening if s.host == name])), []
     )
-    chosen += [each for each in sockets if (each.host, each.port, each.peer) == (host, port, client)]
+    chosen += [each for each in ends if (each.host, each.peer) == (host, client)]
     return next((each for each in chosen if each.uid not in (os.geteuid(), 0)), None)
 
 
@@ -75,7 +75,7 @@ def stranger_at(peer: Address, own: Address, *, tables: Path = _TABLES) -> TcpSo
     None also where it is gone already.
     """
     ends = (_plain(peer[0]), peer[1]), (_plain(own[0]), own[1])
-    found = (each for each in _all_rows(tables) if ((each.host, each.port), each.peer) == ends)
+    found = (each for each in _ends(peer[1], own[1], tables) if ((each.host, each.port), each.peer) == ends)
     return next((each for each in found if each.uid not in (os.geteuid(), 0)), None)
 
 
@@ -139,12 +139,25 @@ def _all_rows(tables: Path) -> Iterator[TcpSocket]:
         yield from _rows(tables / name)
 
 
-def _rows(table: Path) -> Iterator[TcpSocket]:
+def _ends(port: int, peer_port: int, tables: Path) -> list[TcpSocket]:
+    """The sockets at a port that are connected with another one."""
+    ports = f":{port:04X}", f":{peer_port:04X}"
+    return [each for name in _NAMES for each in _rows(tables / name, ports=ports)]
+
+
+def _rows(table: Path, *, ports: tuple[str, str] = ("", "")) -> Iterator[TcpSocket]:
+    """The rows of a table, or those with these ports, as the table has them, at both ends.
+
+    Every user may add tens of thousands, of which reading the addresses takes seconds.
+    """
+    own_port, peer_port = ports
     try:
         with table.open() as file:
             next(file)
             for line in file:
-                fields = line.split()
+                fields = line.split(maxsplit=10)
+                if not (fields[1].endswith(own_port) and fields[2].endswith(peer_port)):
+                    continue
                 host, port = _address(fields[1])
                 yield TcpSocket(
                     host=host,

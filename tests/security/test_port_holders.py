@@ -105,6 +105,25 @@ def test_who_accepted_the_connection_counts_too_where_the_listener_has_changed_s
     assert seen(tmp_path, row(V6_ANY, ME), mapped, own=own) == OTHER
 
 
+@pytest.mark.usefixtures("me")
+def test_of_the_sockets_of_others_only_those_with_both_ports_of_a_connection_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_read, read = 0, tcp_sockets._address
+
+    def count(text: str) -> tuple[str, int]:
+        nonlocal num_read
+        num_read += 1
+        return read(text)
+
+    monkeypatch.setattr(tcp_sockets, "_address", count)
+    flood = [row(f"0100007F:{port:04X}", OTHER, "01", V4) for port in range(0xA000, 0xB000)]
+    flood += [row(V4, OTHER, "01", f"0100007F:{port:04X}") for port in range(0xA000, 0xB000)]
+    own = ("127.0.0.1", 0x9000)
+    assert seen(tmp_path, row(V4, ME), *flood, row(V4, OTHER, "01", V4_CLIENT), own=own) == OTHER
+    assert num_read < 20
+
+
 # --- clients ---------------------------------------------------------------------------------------------------------
 
 
