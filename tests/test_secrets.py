@@ -107,9 +107,16 @@ def test_a_variable_with_a_harmless_name_is_shown_without_the_secrets_in_it(valu
     assert masked_value("SETTING", value) == shown
 
 
-@pytest.mark.parametrize("text", ["a.", "token=[", "--token ", "-u a", "'token=", '"token":', ";Pwd={"])
+@pytest.mark.parametrize("text", ["a.", "token=[", "--token ", "-u a", "'token=", '"token":', ";Pwd={", "-u,"])
 def test_a_long_text_costs_time_in_proportion_to_its_length(text: str) -> None:
     assert masked_argv([text * (60_000 // len(text))])  # quadratic, it would take minutes
+
+
+def test_a_value_of_many_backslashes_and_a_long_name_cost_time_in_proportion_to_their_length() -> None:
+    many = 1_000_000  # quadratic, it would take hours
+    assert masked_argv(["'token=" + many * "\\"]) == ["'token=***"]
+    assert masked_argv([rf"'token=a{many * chr(92)}'"]) == [rf"'token=***{many * chr(92)}'"]
+    assert masked_argv([f"--key{many * '1'}_x", "value"])[1] == "***"
 
 
 @pytest.mark.parametrize(

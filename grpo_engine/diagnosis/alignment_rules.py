@@ -36,7 +36,7 @@ GROWTH = 2.5
 BIAS = 0.3
 """Share of the differences' magnitude that is on one side, from which they are not noise."""
 OLD_VERSIONS = 4
-MIXTURE = re.compile(r"moe|mixtral|\d+x\d+b|-a\d+(\.\d+)?b|deepseek-v|gpt-oss", re.IGNORECASE)
+MIXTURE = re.compile(r"moe|mixtral|\dx\d+b|-a\d+(\.\d+)?b|deepseek-v|gpt-oss", re.IGNORECASE)
 """Names of mixtures of experts."""
 
 Rule = Callable[[Evidence], Iterator[Finding]]

@@ -41,6 +41,6 @@ RESUMED = LogLine("resumed from %s", r"resumed from (\S+)")
 OUT_OF_GPU_MEMORY = LogLine(
     "the GPU's memory ran out %s, with micro-batches of up to %d x %d tokens", r"the GPU's memory ran out"
 )
-GPU_MEMORY_MISSING = LogLine("%s more were asked for", r"(\S+(?: [kMG]B)?) more were asked for")
+GPU_MEMORY_MISSING = LogLine("%s more were asked for", r"(?<!\S)(\S+(?: [kMG]B)?) more were asked for")
 """In the trainer's last error; the GPU screen shows the amount."""
 WAITING_FOR_PEER = LogLine("%s %s%s: %s; trying for %g s", r"; trying for (\S+) s")

@@ -15,6 +15,10 @@ MASK = "***"
 MIN_SECRET_CHARS = 8
 """Shorter values are words like `true` and `1`, which would be masked wherever they stand in a text."""
 
+MAX_NAME_CHARS = 512
+"""Longer names are no program's: what they name is masked, and no pattern is tried on them. All patterns take time in
+proportion to the text: command lines of other users' processes are shown, too."""
+
 _SECRET = re.compile(
     "SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTHORIZATION"
     "|(?:API|ACCESS|PRIVATE|ENCRYPTION)_?KEY|(?:ACCESS|AUTH|API|BEARER)_?TOKEN"
@@ -39,7 +43,7 @@ _NAMED = re.compile(
 )
 """What stands before a value. `key=len` and `auth:app` are code; capitals, a flag or quotes make secrets of them."""
 _LOGIN = re.compile(
-    r"(?P<before>(?<![\w-])(?:-u\s*|--(?:proxy-)?user[=\s]\s*)(?P<quote>['\"])?(?!\d+:\d+(?!\S))[^\s:/='\"]+:)"
+    r"(?P<before>(?<![\w-])(?:-u\s*|--(?:proxy-)?user[=\s]\s*)(?P<quote>['\"])?(?!\d+:\d+(?!\S))[^\s:/='\"]{1,255}:)"
     r"(?P<secret>(?(quote)[^'\"]+|[^\s'\"]+))"
 )
 """`-u user:password`, as curl takes it; `--user 1000:1000` are the numbers of a user and a group."""
@@ -50,13 +54,15 @@ _VALUE = re.compile(
     r"|(?P<bare>[\[{][^\]}]*(?:[\]}]|\Z)|(?:(?i:basic|bearer|token)\s+)?[^\s'\";]+)",
     re.DOTALL,
 )
-_UNTIL = {quote: re.compile(rf"(?:(?!\\*{quote}).)+", re.DOTALL) for quote in ("'", '"')}
+_UNTIL = {quote: re.compile(rf"(?:[^\\{quote}]|\\++(?!{quote}))+") for quote in ("'", '"')}
 _FLAG_NAME = re.compile(r"-[\w.-]+")
 _FLAG = re.compile(r"--[a-zA-Z][\w.-]*(?:=.*)?", re.DOTALL)
 
 
 def is_secret_name(name: str) -> bool:
     """Whether the value of a variable, flag, setting or header of this name is a secret."""
+    if len(name) > MAX_NAME_CHARS:
+        return True
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.strip("-"))
     plain = re.sub(r"[^A-Z0-9]+", "_", words.upper()).strip("_")
     plain = re.sub(r"_?\d+$", "", plain)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from screen_fakes import NOW, run_status, service
 from usual_plan import four_launches, write_plan
 
+from grpo_engine.diagnosis.alignment_rules import MIXTURE
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.run_folder import PLAN_FILE
 from grpo_engine.wire.supervisor import MAX_SERVICES, RunState, RunStatus
@@ -22,7 +23,7 @@ from grpo_tui.profile.plan_file import Plan
 from grpo_tui.services.base import Probe
 from grpo_tui.ui.pages import service_page
 from grpo_tui.ui.widgets.main.start_panel import rows_wanted
-from grpo_tui.view.gpus.rules import memory_plan
+from grpo_tui.view.gpus.rules import ASKED_FOR, memory_plan
 from grpo_tui.view.model_card import CardFacts
 from grpo_tui.view.service_details import ServiceHistory
 from grpo_tui.view.state import LaunchesRead, ViewState, reduce
@@ -84,3 +85,8 @@ def test_a_state_of_more_services_or_machines_than_a_run_may_have_is_damaged() -
         assert RunStatus.model_validate_json(status.model_dump_json()) == status
         with pytest.raises(ValidationError, match=part):
             RunStatus.model_validate_json(status.model_copy(update={part: many * (MAX_SERVICES + 1)}).model_dump_json())
+
+
+def test_a_reason_or_a_name_of_a_model_of_a_million_characters_is_searched_in_linear_time() -> None:
+    assert ASKED_FOR.search("a" * 1_000_000) is None  # quadratic, it would take hours
+    assert MIXTURE.search("0" * 1_000_000) is None

@@ -15,6 +15,7 @@ import pytest
 from fastapi import FastAPI
 from ports import free_port
 from rollout_fakes import served
+from workplace import until
 
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.data.source import RolloutApiSource
@@ -26,6 +27,7 @@ from grpo_engine.wire.supervisor import ProbeOutcome
 from grpo_engine.wire.tcp_sockets import stranger_behind, user_name
 from grpo_engine.wire.token_clients import ForeignListener, _why_unsafe, open_async_client, open_client
 from grpo_tui.services.base import Probe
+from grpo_tui.supervisor.keeper.proc import command_line
 from grpo_tui.supervisor.probes import ask
 
 ME, OTHER = 1000, 1001
@@ -89,6 +91,16 @@ def test_of_several_listeners_the_one_counts_that_the_kernel_connects_to(tmp_pat
 
 
 @pytest.mark.usefixtures("me")
+def test_of_a_command_line_of_megabytes_the_words_that_fit_are_shown() -> None:
+    """Any user may start a process with such, and hold a port or memory of a GPU with it."""
+    words = [sys.executable, "-c", "import time; time.sleep(600)", "--token", "abc", *(["-u," * 40_000] * 4)]
+    with subprocess.Popen(words) as process:
+        shown = f"{sys.executable} -c 'import time; time.sleep(600)' --token '***' …"
+        until(lambda: "sleep" in command_line(process.pid))
+        assert command_line(process.pid).replace("'…'", "…") == shown
+        process.kill()
+
+
 def test_other_machines_are_not_checked(tmp_path: Path) -> None:
     assert seen(tmp_path, row(V4_ANY, OTHER), peer="10.0.0.7") is None
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import shlex
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from grpo_engine.wire.environment_variables import RUN_FOLDER_VARIABLE, RUN_VARIABLE, SERVICE_VARIABLE
@@ -18,6 +20,9 @@ from grpo_engine.wire.tcp_sockets import user_name
 from grpo_tui.keeper_process import Stat, all_processes, below, read_stat, send_signal
 
 __all__ = ["ProcessId", "Stat", "all_processes", "below", "identify", "read_stat", "send_signal", "user_name"]
+
+MAX_SHOWN_CHARS = 16_384
+"""Of the words of a command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +117,16 @@ def _is_elsewhere(mark: Marker, run_folder: Path) -> bool:
 
 
 def command_line(pid: int) -> str:
-    """The command line in shell syntax, secrets masked; the name in brackets for a process that shows none."""
+    """The command line in shell syntax, secrets masked; the name in brackets for a process that shows none.
+
+    Of one that is longer than `MAX_SHOWN_CHARS`, the words that fit: any user may start a process with megabytes.
+    """
     argv = _strings(pid, "cmdline")
     while argv and not argv[-1]:  # a process title shorter than the arguments leaves the rest empty
         argv.pop()
     if argv:
-        return shlex.join(masked_argv(argv))
+        num_fitting = bisect_right(list(accumulate(map(len, argv))), MAX_SHOWN_CHARS)
+        return shlex.join([*masked_argv(argv[:num_fitting]), *(["…"] if num_fitting < len(argv) else [])])
     stat = read_stat(pid)
     return "[gone]" if stat is None else f"[{stat.comm}]"
 
