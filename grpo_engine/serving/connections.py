@@ -4,7 +4,10 @@ requests that come before the ones before them are answered."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
+import time
+from collections.abc import Callable
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -22,6 +25,27 @@ MAX_HEADERS_BYTES = 64 * 1024
 MAX_PIPELINED = 32
 """Requests of a connection that wait for an answer to an earlier one; with httptools uvicorn queues them without end,
 and parses a read of 256 KiB at once, which may be 6000 of them. h11 queues none. Our clients send none."""
+WARN_EVERY_S = 60.0
+"""Of each warning of uvicorn: it has one for every malformed request, and a client could fill a disk with them."""
+
+
+class SomeWarnings(logging.Filter):
+    """Passes on each warning once in `WARN_EVERY_S`."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._now = now
+        self._logged_at: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to log it."""
+        if record.levelno != logging.WARNING:
+            return True
+        now, text = self._now(), str(record.msg)
+        if now - self._logged_at.get(text, -WARN_EVERY_S) < WARN_EVERY_S:
+            return False
+        self._logged_at[text] = now
+        return True
 
 
 def max_connections() -> int:
@@ -42,6 +66,7 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Wait for the first request; one connection too many takes the place of one without the token."""
         super().connection_made(transport)
+        self.ws_protocol_class = None  # no route has websockets, whose connections know no token
         self._begin_wait()
         self.opened_at = self.loop.time()
         if len(self.connections) > max_connections():

@@ -16,7 +16,7 @@ import uvicorn
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.processes import raise_descriptor_limit
-from grpo_engine.serving.connections import LimitedProtocol
+from grpo_engine.serving.connections import LimitedProtocol, SomeWarnings
 from grpo_engine.wire.environment_variables import LISTENER_VARIABLE
 from grpo_engine.wire.tcp_sockets import listening_sockets, who_has
 
@@ -71,6 +71,7 @@ class ListeningServer(uvicorn.Server):
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal."""
         raise_descriptor_limit()
+        logging.getLogger("uvicorn.error").addFilter(SomeWarnings())
         super().run(sockets=[self._listener])
 
     def run_until_signal(self) -> bool:

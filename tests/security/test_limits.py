@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import logging
 import os
 import socket
 import threading
@@ -314,6 +315,29 @@ def test_one_connection_too_many_closes_the_oldest_idle_one_without_the_token(mo
                 assert closed.recv(1) == b""
         for still_open in (ours, *others[3:]):
             assert answer_to(still_open, request % b"") == (200, b"0")
+
+
+async def test_a_request_for_a_websocket_is_answered_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = (
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    with served(limited("secret"), http=LimitedProtocol, ws="websockets-sansio") as url, connected(url) as connection:
+        assert answer_to(connection, request) == (200, b"0")
+
+
+def test_of_each_warning_about_requests_one_a_minute_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    seconds = iter([0.0, 1.0, 1.0, 59.9, 60.0, 61.0])
+    logger = logging.getLogger("test_limits.warnings")
+    limit = connections.SomeWarnings(now=lambda: next(seconds))
+    logger.addFilter(limit)
+    for text in ("Invalid HTTP request received.", "Invalid HTTP request received.", "Unsupported upgrade request."):
+        logger.warning(text)
+    logger.error("Exception in ASGI application")
+    logger.error("Exception in ASGI application")
+    for _ in range(3):
+        logger.warning("Invalid HTTP request received.")
+    assert [record.levelname[0] + record.message[0] for record in caplog.records] == ["WI", "WU", "EE", "EE", "WI"]
 
 
 def test_a_server_may_have_as_many_descriptors_as_its_hard_limit_allows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,10 +99,9 @@ async def api_client(
 @contextlib.contextmanager
 def served(app: FastAPI, port: int = 0, **settings: Any) -> Iterator[str]:
     """Serve `app` on loopback from a thread; yields its URL."""
+    settings = {"ws": "none", **settings}
     server = uvicorn.Server(
-        uvicorn.Config(
-            app, host="127.0.0.1", port=port, log_level="error", ws="none", timeout_graceful_shutdown=0, **settings
-        )
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=0, **settings)
     )
     is_up = threading.Event()
     startup = server.startup
