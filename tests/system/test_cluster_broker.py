@@ -246,6 +246,18 @@ async def test_a_machine_is_named_whose_agent_answers_while_the_process_of_the_c
         await until_state("ready")
 
 
+async def test_services_are_placed_together_on_a_cluster_that_is_new_since_the_broker_before(
+    stage: Stage, tmp_path: Path
+) -> None:
+    bench = Bench(stage, tmp_path, [program("a", WAITS, num_devices=2), program("b", WAITS)], small=1, large=2)
+    async with bench.broker(ends_all=False):
+        pass
+    bench.cluster.num_devices = {"tiny": 1, "big": 2}
+    bench.cluster.reserved.clear()
+    async with bench.broker():
+        assert bench.cluster.reserved == {"big": 2, "tiny": 1}
+
+
 async def test_a_broker_starts_though_a_machine_died_with_the_one_before_it(stage: Stage, tmp_path: Path) -> None:
     bench = Bench(stage, tmp_path, [program("a", WAITS), program("b", WAITS)], left=1, right=1, spare=1)
     async with bench.broker(ends_all=False):

@@ -1,4 +1,4 @@
-"""`benchmarks/random_kills.py` for a minute: what it asserts, and that it has killed and the run has gone on."""
+"""`benchmarks/random_kills.py` for less than a minute: what it asserts, that it kills, and that the run goes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "random_kills.py"
 
 
 def test_a_run_on_a_cluster_trains_each_group_once_whatever_is_killed(tmp_path: Path) -> None:
-    argv = [sys.executable, str(PROGRAM), "--seconds", "60", "--seed", "3", "--json"]
+    argv = [sys.executable, str(PROGRAM), "--seconds", "40", "--seed", "3", "--json"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads(done.stdout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launches import launch
 
-from grpo_engine.wire.supervisor import MachinesReport, MachineStatus
+from grpo_engine.wire.supervisor import MachinesReport, MachineStatus, PlacedUsage
 from grpo_tui.services.base import RestartPolicy
 from grpo_tui.supervisor.placement.cluster import Node
 from grpo_tui.supervisor.placement.machine_report import MAX_SPARES, Held, Loss, Machines, Seen, machine_statuses
@@ -105,6 +105,13 @@ def test_people_are_told_of_a_change_once(changes: dict[str, object], told: str 
 def test_a_new_supervisor_tells_no_loss_of_long_ago() -> None:
     back = READY.model_copy(update={"lost_at": 3.0, "lost_services": ["vllm"]})
     assert Reported().take(MachinesReport(machines=[back])) == []
+
+
+def test_a_new_broker_that_does_not_know_a_machine_does_not_say_that_nothing_of_the_run_was_there() -> None:
+    reported = Reported()
+    reported.take(MachinesReport(machines=[READY.model_copy(update={"services": {"vllm": PlacedUsage()}})]))
+    ((severity, text),) = reported.take(MachinesReport(machines=[]))
+    assert (severity, text) == ("error", "m (10.0.0.1) has left the cluster, and with it vllm")
 
 
 def test_a_machine_without_anything_of_the_run_that_leaves_is_named() -> None:

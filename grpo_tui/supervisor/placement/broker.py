@@ -133,12 +133,13 @@ class Broker:
         """Reserve the devices of all services, or find those of an earlier broker again.
 
         A service whose machine was lost meanwhile gets another one when its process on the supervisor's side asks.
+        Where all machines were lost, as in a new cluster, all services are placed together.
 
         Raises:
             GrpoError: the cluster has no room for a service.
         """
         known = await self._restore()
-        waiting = [launch for name, launch in self._launches.items() if name not in known]
+        waiting = [launch for name, launch in self._launches.items() if not self._held or name not in known]
         if waiting:
             await self._place(waiting)
         await self._route()

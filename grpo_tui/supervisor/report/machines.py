@@ -20,10 +20,7 @@ class Machines:
         """Keep a report; returns what is new in it, for people."""
         before, self.latest = {each.name: each for each in self.latest}, report.machines
         gone = before.keys() - {each.name for each in self.latest}
-        left: list[tuple[Severity, str]] = [
-            ("warning", f"{name} ({before[name].address}) has left the cluster; nothing of the run was there")
-            for name in sorted(gone)
-        ]
+        left = [_departure(before[name]) for name in sorted(gone) if before[name].state != "lost"]
         return [*left, *(line for each in self.latest for line in _news(before.get(each.name), each))]
 
     def of(self, service: str) -> tuple[str | None, PlacedUsage]:
@@ -36,6 +33,14 @@ class Machines:
     def usage(self) -> dict[str, PlacedUsage]:
         """What each placed service uses."""
         return {name: usage for machine in self.latest for name, usage in machine.services.items()}
+
+
+def _departure(machine: MachineStatus) -> tuple[Severity, str]:
+    """Of a machine that a broker no longer tells of: a new one knows no losses from before its start."""
+    where = f"{machine.name} ({machine.address}) has left the cluster"
+    if machine.services:
+        return "error", f"{where}, and with it {', '.join(machine.services)}"
+    return "warning", f"{where}; nothing of the run was there"
 
 
 def _news(before: MachineStatus | None, now: MachineStatus) -> Iterator[tuple[Severity, str]]:
