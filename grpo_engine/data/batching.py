@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,9 +119,20 @@ class Batch:
         }
         return replace(self, **chosen, env_ids=tuple(self.env_ids[row] for row in rows.tolist()))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Tensors as arrays: torch's own pickling takes a third of a millisecond a tensor."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        arrays = {name: value.numpy() for name, value in values.items() if isinstance(value, Tensor)}
+        return _batch_of_arrays, ({**values, **arrays},)
+
     def _tensors(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _batch_of_arrays(values: Mapping[str, Any]) -> Batch:
+    tensors = {name: torch.from_numpy(value) for name, value in values.items() if isinstance(value, np.ndarray)}
+    return Batch(**{**values, **tensors})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

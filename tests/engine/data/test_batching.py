@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -287,3 +289,14 @@ def test_a_micro_batch_moves_to_a_device_with_all_its_tensors() -> None:
     moved = micro.to("meta").batch
     assert {moved.inputs.device.type, moved.mask.device.type, moved.rewards.device.type} == {"meta"}
     assert moved.env_ids == batch.env_ids
+
+
+@pytest.mark.parametrize("more", [{}, {"ref_logprobs": [[0.0, 0.0, -0.2, -0.1], [0.0, 0.0, -0.3, -0.2, -0.1]]}])
+def test_a_batch_that_was_announced_to_other_ranks_is_the_same(more: dict[str, Any]) -> None:
+    batch = make_batch([example(**more)], seq_len=64)
+    received = pickle.loads(pickle.dumps(batch))
+    assert (received.ref_logprobs is None) is not bool(more)
+    for field in fields(batch):
+        sent, got = getattr(batch, field.name), getattr(received, field.name)
+        assert got.dtype is sent.dtype and torch.equal(got, sent) if isinstance(sent, torch.Tensor) else got == sent
+    received.rewards.add_(1.0)  # in memory of its own
