@@ -2,12 +2,19 @@
 
     python benchmarks/ranks.py [--shape local/llama-8b-random] [--ranks 1 2] [--set optimizer=adamw_8bit …]
     python benchmarks/ranks.py --shape local/tiny --device cpu --rows 8 --row-tokens 48   rehearses it without a GPU
+    python benchmarks/ranks.py --shape local/tiny --device cpu --kinds ours --total-rows 128 --row-tokens 24 \\
+        --micro-batch-tokens 1600 --steps 50 --rounds 3   CPU seconds of two ranks for the same tokens
 
-The same rows on every rank, whatever their number, so that ideal scaling is the same step time. `bare` is the model of
-transformers on one device: forward, its own loss, backward, without optimizer. `sharded` is the same under FSDP2 with
-torch's fused AdamW, as a plain training script has it. `ours` is a whole `gradient_step` and the update. Weights are
-random. One line of JSON a case; tokens/s are of one rank, from the median of the steps after the first two. CPU seconds
-are of all ranks together: with `--total-rows` for the same tokens.
+The same rows on every rank, whatever their number, so that ideal scaling is the same step time; with `--total-rows` the
+same rows a step, so that ideal scaling is the same CPU time. `bare` is the model of transformers on one device:
+forward, its own loss, backward, without optimizer. `sharded` is the same under FSDP2 with torch's fused AdamW, as a
+plain training script has it. `ours` is a whole `gradient_step` and the update. Weights are random. One line of JSON a
+case; tokens/s are of one rank, from the median of the steps after the first two.
+
+CPU seconds are user and system time of all threads of all ranks: `cpu_s_to_import` until torch and our modules are
+loaded, `cpu_s_to_prepare` from there to the first step (meeting, model, optimizer, batch), `cpu_s_a_step` the median of
+the steps after the first two. With several numbers of ranks, the last line of a kind has the CPU time of the last
+number in that of the first, a step, as the median of the rounds, and of all processes before the first step.
 """
 
 from __future__ import annotations
@@ -17,11 +24,12 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_engine.ranks.launching import launch_ranks
 from grpo_engine.ranks.place import WORLD_SIZE, rank_place
@@ -48,39 +56,72 @@ def main() -> None:
     parser.add_argument("--row-tokens", type=int, default=2048)
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=1, help="measurements of every case, in turns")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--trace", metavar="FILE", help="write a trace of one step of rank 0, for Perfetto")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the trainer")
     parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--figures", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         options.rows = options.total_rows // int(os.environ.get(WORLD_SIZE, 1)) if options.total_rows else options.rows
         measure(options)
         return
     for kind in options.kinds:
-        for num_ranks in [1] if kind == "bare" else options.ranks:
-            argv = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--case", kind]
-            if launch_ranks(argv, num_local=num_ranks):
-                print(json.dumps({"kind": kind, "ranks": num_ranks, "failed": True}), flush=True)
+        numbers = [1] if kind == "bare" else options.ranks
+        found = [{n: run_case(kind, n) for n in numbers} for _ in range(options.rounds)]
+        complete = [figures for figures in found if all(figures.values())]
+        if len(numbers) > 1 and complete:
+            print(json.dumps({"kind": kind, **compared(complete, numbers[0], numbers[-1])}), flush=True)
+
+
+def run_case(kind: str, num_ranks: int) -> dict[str, Any]:
+    """The figures of one case, which are printed too; empty if it failed."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        argv = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--case", kind, "--figures", file.name]
+        failed = launch_ranks(argv, num_local=num_ranks)
+        text = json.dumps({"kind": kind, "ranks": num_ranks, "failed": True}) if failed else file.read()
+    print(text, flush=True)
+    figures: dict[str, Any] = {} if failed else json.loads(text)
+    return figures
+
+
+def compared(rounds: Sequence[Mapping[int, Mapping[str, Any]]], few: int, many: int) -> dict[str, Any]:
+    """The CPU time of `many` ranks in that of `few`: the median of the rounds, and all of them."""
+
+    def ratios(*names: str) -> list[float]:
+        return [sum(each[many][n] for n in names) / sum(each[few][n] for n in names) for each in rounds]
+
+    steps, starts = ratios("cpu_s_a_step"), ratios("cpu_s_to_import", "cpu_s_to_prepare")
+    return {
+        "ranks": [few, many],
+        "cpu_ratio_a_step": round(statistics.median(steps), 3),
+        "cpu_ratio_to_start": round(statistics.median(starts), 2),
+        "cpu_ratios_a_step": [round(each, 3) for each in steps],
+        "load": [round(each, 1) for each in os.getloadavg()],
+    }
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One rank of one case; rank 0 prints the figures."""
+    """One rank of one case; rank 0 writes the figures."""
     import torch
+    import transformers  # noqa: F401  (loaded here, so that its time is not counted as that of making the model)
 
     from grpo_engine.models.devices import limit_threads
     from grpo_engine.ranks.group import RankGroup
+    from grpo_engine.train import trainee  # noqa: F401
 
     place = rank_place(os.environ)
     local = place.local_rank if place else 0
     device = f"cuda:{local}" if options.device == "cuda" else "cpu"
     torch.manual_seed(0)
+    import_cpu_s = time.process_time()
     limit_threads(device, 1 if device == "cpu" else None)
     with closing(RankGroup(place, device=device)) as ranks:
         step = ours(options, ranks, device) if options.case == "ours" else plain(options, ranks, device)
         if options.trace and ranks.leads:
             step = traced(step, options.trace)
-        times, cpu_times, start_cpu_s = [], [], time.process_time()
+        times, cpu_times, prepare_cpu_s = [], [], time.process_time() - import_cpu_s
         for number in range(options.steps):
             began, began_cpu = time.perf_counter(), time.process_time()
             step(number)
@@ -90,7 +131,7 @@ def measure(options: argparse.Namespace) -> None:
             cpu_times.append(time.process_time() - began_cpu)
         peak = torch.cuda.max_memory_allocated() if device != "cpu" else 0
         peaks = ranks.gather(peak)
-        cpu_s = ranks.gather((start_cpu_s, statistics.median(cpu_times[WARM_UP:])))
+        cpu_s = ranks.gather((import_cpu_s, prepare_cpu_s, statistics.median(cpu_times[WARM_UP:])))
         step_s = statistics.median(times[WARM_UP:])
         if ranks.leads:
             figures = {
@@ -98,12 +139,13 @@ def measure(options: argparse.Namespace) -> None:
                 "ranks": ranks.size,
                 "tokens_per_second_a_rank": round(options.rows * options.row_tokens / step_s),
                 "step_s": round(step_s, 3),
-                "cpu_s_a_step": round(sum(step for _, step in cpu_s), 4),
-                "cpu_s_to_start": round(sum(start for start, _ in cpu_s), 1),
+                "cpu_s_a_step": round(sum(each[2] for each in cpu_s), 4),
+                "cpu_s_to_import": round(sum(each[0] for each in cpu_s), 1),
+                "cpu_s_to_prepare": round(sum(each[1] for each in cpu_s), 1),
                 "peak_gb_a_rank": [round(peak / 1e9, 1) for peak in peaks],
                 "settings": options.set if options.case == "ours" else [],
             }
-            print(json.dumps(figures), flush=True)
+            Path(options.figures).write_text(json.dumps(figures))
 
 
 def traced(step: Callable[[int], None], file: str) -> Callable[[int], None]:
@@ -167,12 +209,12 @@ def plain(options: argparse.Namespace, ranks: RankGroup, device: str) -> Callabl
     if "compile_layers=true" in options.set:
         for layer in decoder_layers(model):
             layer.compile()
-    rows = options.micro_batch_tokens // options.row_tokens
-    tokens = torch.randint(0, model.config.vocab_size, (rows, options.row_tokens), device=device)
+    tokens = torch.randint(0, model.config.vocab_size, (options.rows, options.row_tokens), device=device)
+    micro_batches = tokens.split(options.micro_batch_tokens // options.row_tokens)
 
     def step(number: int) -> None:
-        for _ in range(options.rows // rows):
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        for rows in micro_batches:
+            model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
         if optimizer is not None:
             optimizer.step()
         model.zero_grad()

@@ -41,7 +41,7 @@ class StepResult:
     """Whether the weights changed: not if no row is trained, nor if the loss or gradient is not finite."""
     metrics: dict[str, float]
     """`train/*` and `grpo/*` are means over the batch's updates; `alignment/*`, `logprobs/*` and `grpo/ess` are of the
-    policy before the first of them; `reward/*` is as environments sent it, before shaping."""
+    policy before the first of them; `reward/*` is as environments sent it, before shaping. Complete on rank 0 alone."""
     is_trained: Tensor
     """(B,) bool: rows that are trained under the settings."""
     advantages: Tensor
@@ -102,7 +102,9 @@ def _gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version:
         replace(batch, rewards=rewards), scale=config.advantage_divisor, baseline=config.advantage_baseline
     )
     advantages = torch.where(is_trained[:, None], advantages, 0.0)
-    metrics = {"train/loss": 0.0, "train/grad_norm": 0.0, "train/lr": rate, **rollout_metrics(batch, policy_version)}
+    metrics = {"train/loss": 0.0, "train/grad_norm": 0.0, "train/lr": rate}
+    if ranks.leads:  # the others would compute the same
+        metrics |= rollout_metrics(batch, policy_version)
     logprobs, entropies = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
     applied = False
 
@@ -137,10 +139,11 @@ def _gradient_step(trainee: Trainee, batch: Batch, *, step: int, policy_version:
         logprobs, entropies, times = _of_all_ranks(
             logprobs / trainee.num_copies, entropies / trainee.num_copies, own_times, ranks
         )
-        metrics |= rank_metrics(times)
-        metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
-        metrics |= _initial_metrics(logprobs, batch, is_trained)
-        metrics |= {**advantage_metrics(advantages, batch.mask & is_trained[:, None]), **trainee.scale_metrics()}
+        if ranks.leads:
+            metrics |= rank_metrics(times)
+            metrics |= {name: fmean(update[name] for update in updates) for name in updates[0]}
+            metrics |= _initial_metrics(logprobs, batch, is_trained)
+            metrics |= {**advantage_metrics(advantages, batch.mask & is_trained[:, None]), **trainee.scale_metrics()}
     else:
         log.warning("step %d: %s; weights unchanged", step + 1, _why_none_is_trained(batch, config))
     return StepResult(
@@ -234,6 +237,7 @@ def _backward(
     scored: list[Scores] = []
     for number, (part, advantages, reference_of) in enumerate(zip(parts, advantages_of, references, strict=True)):
         micro_batch = f"micro-batch {number + 1} of {len(parts)}"
+        trainee.begin_micro_batch(is_last=number + 1 == len(parts))
         position.at(f"the forward pass of {micro_batch}")
         logprobs, entropy = trainee.logprobs(part.batch)
         position.at(f"the reference of {micro_batch}")

@@ -29,7 +29,7 @@ from grpo_engine.models.layers import freeze_except_layers
 from grpo_engine.models.loading import load_model
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
 from grpo_engine.models.places import add_up_copies, equalize_copies, is_split, whole_shape
-from grpo_engine.models.sharded import compute_device, part_of, part_of_state
+from grpo_engine.models.sharded import compute_device, defer_reduction, is_sharded, part_of, part_of_state
 from grpo_engine.ranks.group import RankGroup
 from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.checkpointing.sharded_state import is_sharded_state, read_sharded, stored_parts
@@ -199,6 +199,11 @@ class Trainee:
             mean_length=float(lengths.square().sum() / lengths.sum()),
         )
         return scores
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Before the forward pass of each: ranks add up the gradients of a small model after the last one alone."""
+        if is_sharded(self._scorer.causal_lm):
+            defer_reduction(self._scorer.causal_lm, is_deferred=not is_last)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to go backward from: scaled for a float16 model, so that small gradients are not rounded to 0."""

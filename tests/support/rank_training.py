@@ -29,6 +29,7 @@ from grpo_engine.bridges.placement.own import OwnModel
 from grpo_engine.bridges.protocol import BridgeContext, Placement
 from grpo_engine.data.batching import Batch, make_batch
 from grpo_engine.errors import CheckpointError
+from grpo_engine.models import sharded
 from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
 from grpo_engine.ranks.group import RankGroup
 from grpo_engine.ranks.place import RankPlace
@@ -56,6 +57,8 @@ class Training:
     steps: range = range(3)
     """A start above 0 restores the checkpoint of that step; the last step's is saved."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    are_layers_apart: bool = True
+    """Whether each layer is gathered by itself, as those of larger models, or all together, as small ones are."""
     num_groups: int = 3
     timeout_s: float = 60.0
     """Of a rank's wait for another."""
@@ -161,6 +164,8 @@ def _train(training: Training, place: RankPlace | None) -> None:
 def _train_ranks(training: Training, place: RankPlace | None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if training.are_layers_apart:
+        sharded.SMALL_LAYER_BYTES = 0  # in this process alone
     config = settings(**{"model_name": str(training.model), "lr": 1e-3, **training.settings})
     device = "cpu" if training.device == "cpu" else f"cuda:{place.local_rank if place else 0}"
     with closing(RankGroup(place, device=device, timeout_s=training.timeout_s)) as ranks:

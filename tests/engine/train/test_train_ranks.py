@@ -46,11 +46,14 @@ def of_training(metrics: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.extended("test_two_ranks_resume_as_one_and_as_three_and_one_as_two")
 def test_two_ranks_train_the_parameters_of_one_over_twenty_steps(model: Path, tmp_path: Path) -> None:
-    one, two = (
-        train_on_ranks(Training(model=model, folder=tmp_path / str(num_ranks), num_ranks=num_ranks, steps=range(20)))
-        for num_ranks in (1, 2)
-    )
-    assert_equal(one, two)
+    def train(folder: str, num_ranks: int, **more: Any) -> Trained:
+        return train_on_ranks(
+            Training(model=model, folder=tmp_path / folder, num_ranks=num_ranks, steps=range(20), **more)
+        )
+
+    one = train("one", 1)
+    assert_equal(one, train("two", 2))
+    assert_equal(one, train("two of small layers", 2, are_layers_apart=False))
 
 
 def test_two_ranks_resume_as_one_and_as_three_and_one_as_two(model: Path, tmp_path: Path) -> None:
@@ -62,8 +65,8 @@ def test_two_ranks_resume_as_one_and_as_three_and_one_as_two(model: Path, tmp_pa
     assert all({f"rank/{rank}/{name}" for rank in (0, 1) for name in NAMES} <= set(step) for step in two.metrics)
     train("one", 1, range(3))
     shutil.copytree(tmp_path / "two", tmp_path / "also two")
-    for folder, num_ranks in (("two", 1), ("also two", 3), ("one", 2)):
-        assert_equal(whole, train(folder, num_ranks, range(3, 6)))
+    for folder, num_ranks, are_layers_apart in (("two", 1, True), ("also two", 3, True), ("one", 2, False)):
+        assert_equal(whole, train(folder, num_ranks, range(3, 6), are_layers_apart=are_layers_apart))
 
 
 @pytest.mark.parametrize("settings", [{}, ADAPTER])
@@ -76,11 +79,16 @@ def test_a_rank_0_that_is_stopped_before_it_has_found_the_servers_ends_the_other
 
 def test_two_ranks_train_the_adapter_of_one(model: Path, tmp_path: Path) -> None:
     settings = {**ADAPTER, "kl_coef": 0.1}
-    one, two = (
-        train_on_ranks(Training(model=model, folder=tmp_path / str(n), num_ranks=n, steps=range(2), settings=settings))
-        for n in (1, 2)
-    )
+
+    def train(folder: str, num_ranks: int, **more: Any) -> Trained:
+        steps, path = range(2), tmp_path / folder
+        return train_on_ranks(
+            Training(model=model, folder=path, num_ranks=num_ranks, steps=steps, settings=settings, **more)
+        )
+
+    one, two = train("one", 1), train("two", 2)
     assert_equal(one, two)
+    assert_equal(one, train("two of small layers", 2, are_layers_apart=False))
     assert two.metrics[1]["grpo/kl"] > 0  # from the base model, the adapter switched off
 
 
@@ -142,6 +150,26 @@ def test_settings_mean_the_same_on_two_ranks(
         for n in (1, 2)
     )
     assert_equal(one, two)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"num_iterations": 2, "gradient_checkpointing": True}, id="all parameters"),
+        pytest.param({**ADAPTER, "kl_coef": 0.1}, id="an adapter"),
+    ],
+)
+def test_two_ranks_add_up_the_gradients_of_small_layers_once_for_several_micro_batches(
+    settings: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    def train(num_ranks: int) -> Trained:
+        more = {**settings, "loss": "dapo", "micro_batch_tokens": 40}
+        path = tmp_path / str(num_ranks)
+        return train_on_ranks(
+            Training(model=model, folder=path, num_ranks=num_ranks, settings=more, are_layers_apart=False)
+        )
+
+    assert_equal(train(1), train(2))
 
 
 def test_a_rank_waits_as_long_as_it_is_longer_in_collectives_than_the_slowest() -> None:
