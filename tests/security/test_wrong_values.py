@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tracemalloc
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.environments.peers import read
 from grpo_engine.errors import PeerError
 from grpo_engine.rollouts.http import app as _rollout_routes  # noqa: F401 (all messages are imported)
+from grpo_engine.rollouts.http import bodies as rollout_bodies
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.http.openai_routes import openai_routes
 from grpo_engine.server.http.requests import add_error_answers, read_body
@@ -216,6 +218,19 @@ async def test_the_rollout_api_names_a_few_of_the_faults_of_a_body() -> None:
         for path, body in bodies.items():
             refused = await client.post(path, json=body)
             assert (path, refused.status_code, len(refused.text) < 5000) == (path, 422, True)
+
+
+async def test_the_rollout_api_parses_no_body_of_millions_of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_bodies, "_MOST_MARKS", 1000)
+    right = b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": [' + b"1," * 1000 + b"1]}"
+    wrong = right.replace(b"1,", b"[],")
+    zipped = gzip.compress(wrong)
+    async with api_client() as client:
+        assert (await client.post("/scored_data", content=right)).status_code == 200
+        for content, headers in ((wrong, {}), (zipped, {"Content-Encoding": "gzip"})):
+            for path in ("/scored_data", "/register"):
+                refused = await client.post(path, content=content, headers=headers)
+                assert (refused.status_code, "more than 1,000 brackets" in refused.text) == (413, True)
 
 
 # --- clients ---------------------------------------------------------------------------------------------------------

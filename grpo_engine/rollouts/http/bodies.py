@@ -15,6 +15,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
 
 from grpo_engine.rollouts.validation import Refusal, decompressed, faults_of
+from grpo_engine.serving.bodies import num_marks
 
 MessageT = TypeVar("MessageT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
@@ -23,6 +24,8 @@ _THREAD_FROM_BYTES = 256 * 1024
 """Bodies from this size on are parsed and compressed in a thread; below, the hop costs more than the work."""
 _LONG_FROM_BYTES = 4 << 20
 """Decompressed. Tens of groups are shorter, and never wait for a longer one."""
+_MOST_MARKS = 1 << 22
+"""A hundred groups have less, also where each token has a list for distillation."""
 _COMPRESS_FROM_BYTES = 1000
 """Answers from this size on are compressed for clients that accept gzip, as in the stock API."""
 _COMPRESS_LEVEL = 1
@@ -67,8 +70,16 @@ async def parsed(request: Request, parse: Callable[[bytes], ResultT], *, max_byt
     """Read, decompress and parse the request's body; long ones one at a time.
 
     Raises:
-        Refusal: 413 when it is longer than `max_bytes`, 400 or 415 when it cannot be decompressed; those of `parse`.
+        Refusal: 413 when it is longer than `max_bytes` or has too many lists and texts, 400 or 415 when it cannot be
+            decompressed; those of `parse`.
     """
+
+    def checked(content: bytes) -> ResultT:
+        if num_marks(content) > _MOST_MARKS:
+            detail = f"the body has more than {_MOST_MARKS:,} brackets, braces and quotes: send fewer groups at once"
+            raise Refusal(413, detail, "too_large")
+        return parse(content)
+
     packed, encoding = await _received(request, max_bytes), request.headers.get("content-encoding")
     if len(packed) <= _LONG_FROM_BYTES:
         short_bytes = min(_LONG_FROM_BYTES, max_bytes)
@@ -78,9 +89,9 @@ async def parsed(request: Request, parse: Callable[[bytes], ResultT], *, max_byt
             if refusal.reason != "too_large" or short_bytes == max_bytes:
                 raise
         else:
-            return await run_sized(len(content), lambda: parse(content))
+            return await run_sized(len(content), lambda: checked(content))
     async with request.app.state.long_body:
-        return await asyncio.to_thread(lambda: parse(decompressed(packed, encoding, max_bytes=max_bytes)))
+        return await asyncio.to_thread(lambda: checked(decompressed(packed, encoding, max_bytes=max_bytes)))
 
 
 def take_long_bodies_in_turn(app: FastAPI) -> None:
