@@ -29,6 +29,8 @@ MAX_VALUE = 1e100
 """Beyond all that float32 holds; sums, products and squares of values up to it are finite. Larger ones are left out."""
 MAX_NAMES = 10_000
 """Of metrics in one file; those of further names are left out. Readers keep thousands of lines, and list all names."""
+MAX_NAME_CHARS = 512
+"""Metrics of longer names are left out: an environment's name has at most 256, and readers search names by patterns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ class MetricsTail:
         )
 
     def _of_known_names(self, line: MetricsLine) -> MetricsLine:
-        """The line without metrics that are not among the first `MAX_NAMES` of the file."""
+        """The line without metrics whose names are not among the first `MAX_NAMES` of the file."""
         if line.metrics.keys() <= self._names:
             return line
         further = (name for name in line.metrics if name not in self._names)
@@ -168,10 +170,13 @@ def read_line(line: bytes) -> MetricsLine | None:
         read: MetricsLine | None = MetricsLine.model_validate_json(line)
     except ValidationError:
         read = _read_finite_part(line)
-    if read is not None and any(abs(value) > MAX_VALUE for value in read.metrics.values()):
-        metrics = {name: value for name, value in read.metrics.items() if abs(value) <= MAX_VALUE}
-        read = read.model_copy(update={"metrics": metrics})
+    if read is not None and not all(map(_is_kept, read.metrics.items())):
+        read = read.model_copy(update={"metrics": dict(filter(_is_kept, read.metrics.items()))})
     return None if read is None or max(abs(read.step), abs(read.policy_version)) > MAX_STEP else read
+
+
+def _is_kept(metric: tuple[str, float]) -> bool:
+    return abs(metric[1]) <= MAX_VALUE and len(metric[0]) <= MAX_NAME_CHARS
 
 
 def _read_finite_part(line: bytes) -> MetricsLine | None:

@@ -423,6 +423,13 @@ def test_nested_brackets_end_no_reader_of_settings_logs_or_probes(tmp_path: Path
     assert _explained(nested.encode()) == ("", False)
 
 
+def test_values_nested_as_deep_as_json_is_read_end_no_reader_of_logs() -> None:
+    """Less deep than what the parser refuses, and deeper than Python calls itself."""
+    for depth in (100, 300, 450, 900):
+        line = '{"event": "x", "a": ' + depth * '{"a": ' + "1" + (depth + 1) * "}"
+        assert "event" in readable(line) or "a:a:a" in readable(line)
+
+
 def test_a_folder_in_place_of_the_metrics_leaves_the_status_without_them(tmp_path: Path) -> None:
     folder = unpacked(RECORDED[-1], tmp_path)
     before = run_status(look_at(folder))
@@ -439,12 +446,13 @@ def test_a_million_names_of_metrics_are_not_kept_or_listed(tmp_path: Path) -> No
     path = tmp_path / METRICS_FILE
     with path.open("w") as file:
         for step in range(1, 14):
-            metrics = {"reward/mean": 0.5} | {f"m{step}/{number}": 1.0 for number in range(1000)}
+            metrics = {"reward/mean": 0.5, "_num" * 10_000: 1.0} | {f"m{step}/{number}": 1.0 for number in range(1000)}
             file.write(json.dumps({"time": 1.0, "step": step, "policy_version": step, "metrics": metrics}) + "\n")
     tail = MetricsTail(path)
     lines = tail.read().lines
     assert len(set().union(*(line.metrics for line in lines))) == MAX_NAMES
     assert [line.metrics["reward/mean"] for line in lines] == [0.5] * 13
+    assert max(len(name) for line in lines for name in line.metrics) < 20
     path.write_text(json.dumps({"time": 2.0, "step": 1, "policy_version": 1, "metrics": {"other": 1.0}}) + "\n")
     again = tail.read()
     assert again.is_restarted

@@ -15,9 +15,14 @@ def readable(text: str) -> str:
     if not (text.startswith("{") and text.endswith("}")):
         return text
     try:
-        fields = json.loads(text)
+        return _told(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _told(text: str) -> str:
+    """Raises ValueError where it is no JSON, and RecursionError where its values are nested deeper than can be told."""
+    fields = json.loads(text)
     message = _taken(fields, MESSAGE_NAMES)
     if not isinstance(message, str) or not message:
         return text
