@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from grpo_engine.data.batching import Batch
 from grpo_engine.errors import DataError
 from grpo_engine.wire.codec import first_fault, to_line
-from grpo_engine.wire.reference import LOGPROB_BYTES, MOST_TOKENS, TOKEN_BYTES, ScoresHead, ScoringHead
+from grpo_engine.wire.reference import LOGPROB_BYTES, MOST_HEAD_BYTES, MOST_TOKENS, TOKEN_BYTES, ScoresHead, ScoringHead
 
 MOST_LOGPROB = 1e-3
 """Rounding may take a certain token a little above 0."""
@@ -123,6 +123,8 @@ def decode_rows(body: bytes, *, num_tokens: int, max_tokens: int) -> ScoringRows
         DataError: it is not such a request, or has tokens or rows that cannot be scored.
     """
     line, newline, rest = body.partition(b"\n")
+    if len(line) > MOST_HEAD_BYTES:
+        raise DataError(f"a first line of {len(line):,} bytes, and it has at most {MOST_HEAD_BYTES:,}")
     try:
         head = ScoringHead.model_validate_json(line)
     except ValidationError as error:

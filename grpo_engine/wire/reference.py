@@ -16,6 +16,8 @@ from grpo_engine.wire.codec import Message, Whole
 MODEL_ROUTE, SCORE_ROUTE, HEALTH_ROUTE = "/model", "/logprobs", "/health"
 MOST_ROWS = 65536
 """Of one request."""
+MOST_HEAD_BYTES = 64 * MOST_ROWS
+"""Of the first line of one request: with all digits a row has 55."""
 MOST_TOKENS = 8 << 20
 """Of one request: 40 MB."""
 MOST_BODY_BYTES = 64 << 20

@@ -13,10 +13,11 @@ from training import VOCABULARY
 
 from grpo_engine.data.batching import Batch
 from grpo_engine.data.scoring_rows import ScoringRows, decode_rows
+from grpo_engine.errors import DataError
 from grpo_engine.reference.config import ReferenceConfig
 from grpo_engine.reference.scoring import FrozenModel
 from grpo_engine.wire.codec import to_line
-from grpo_engine.wire.reference import ScoringHead
+from grpo_engine.wire.reference import MOST_HEAD_BYTES, MOST_ROWS, ScoringHead
 
 LONG = 1000
 
@@ -65,3 +66,15 @@ def test_a_reference_service_on_a_cpu_computes_no_padding_beyond_its_micro_batch
     lengths = [LONG, *[2] * 500]
     assert len(sent(lengths, list(range(501))).scored_by(frozen.logprobs)) == sum(lengths) - 501
     assert frozen._scorer.num_positions <= config.tokens_at_once + 2 * sum(lengths)  # 500,000 in one micro-batch
+
+
+def test_the_first_line_of_a_request_has_room_for_all_rows_and_is_not_parsed_beyond_that() -> None:
+    most = ScoringHead(
+        lengths=[2**31 - 1] * MOST_ROWS,
+        groups=[-(2**53)] * MOST_ROWS,
+        temperatures=[1.7976931348623157e308] * MOST_ROWS,
+    )
+    assert len(to_line(most)) < MOST_HEAD_BYTES
+    lists = b'{"lengths": [' + b"[]," * (MOST_HEAD_BYTES // 3) + b"[]]}\n"
+    with pytest.raises(DataError, match=r"a first line of 4,\d+,\d+ bytes"):
+        decode_rows(lists, num_tokens=VOCABULARY, max_tokens=LONG)
