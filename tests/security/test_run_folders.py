@@ -47,6 +47,8 @@ from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.supervisor.keeper.proc import identify
 from grpo_tui.supervisor.probes import _explained
 from grpo_tui.supervisor.state_file import boot_id
+from grpo_tui.view.logs.reader import LogFile, LogReader
+from grpo_tui.view.logs.search import Level, line_tests
 from grpo_tui.view.logs.structured import readable
 from grpo_tui.view.logs.tail import LogTail
 
@@ -428,6 +430,14 @@ def test_values_nested_as_deep_as_json_is_read_end_no_reader_of_logs() -> None:
     for depth in (100, 300, 450, 900):
         line = '{"event": "x", "a": ' + depth * '{"a": ' + "1" + (depth + 1) * "}"
         assert "event" in readable(line) or "a:a:a" in readable(line)
+
+
+def test_half_a_character_in_json_ends_no_search_in_a_log(tmp_path: Path) -> None:
+    path = tmp_path / "env.log"
+    path.write_text('{"event": "\\ud800 found", "a": "\\udfff"}\n')
+    reader = LogReader([LogFile(name="env", path=path)])
+    found = reader.before(reader.extent().ends, 10, line_tests(Level.ALL, "found"))
+    assert [line.text for line in found.lines] == ["? found  a=?"]
 
 
 def test_a_folder_in_place_of_the_metrics_leaves_the_status_without_them(tmp_path: Path) -> None:
