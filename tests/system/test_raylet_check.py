@@ -97,3 +97,16 @@ def test_a_machine_that_was_given_up_while_its_raylet_is_stopped_is_ended_and_st
     alive[stopped.node_id] = False
     ray_cluster._watch(head, nodes, ClusterPlan(address=None, machines=3, devices_per_machine=1), str(tmp_path))  # type: ignore[arg-type]
     assert (started, stays.is_killed, stopped.is_killed) == ([3], False, True)
+
+
+def test_the_cluster_exits_with_its_head_also_while_a_machine_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_tui.supervisor.placement import ray_cluster
+
+    codes: list[int] = []
+    monkeypatch.setattr(ray_cluster, "EXIT_WITHIN_S", 0.0)
+    monkeypatch.setattr(ray_cluster.os, "_exit", codes.append)
+    monkeypatch.setattr(ray_cluster.logging, "shutdown", lambda: None)
+    head = FakeNode(1, {})
+    head.dead.append(("gcs_server", None))
+    ray_cluster._exit_with(head)  # in a thread beside the one that starts the machine
+    assert codes == [1]

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -64,6 +65,8 @@ LOOK_S = 1.0
 AGENT_WITHIN_S = 30.0
 WATCH_S = 0.5
 HEAD_ANSWERS_WITHIN_S = 5.0
+EXIT_WITHIN_S = 2.0
+"""From the exit of the head to that of this process, where no machine is being started."""
 HEALTH_PERIOD_MS, HEALTH_TIMEOUT_MS, HEALTH_FAILURES = 1000, 2000, 10
 """Checks that must fail one after the other before Ray gives a machine up; a raylet that exits is noticed earlier.
 Ray's own limit for a check is ten seconds."""
@@ -109,12 +112,26 @@ def _keep_nodes(run_folder: Path, plan: ClusterPlan, folder: str) -> int:
     (run_folder / ADDRESS_FILE).write_text(head.gcs_address)
     log.info("%s %s: %d machines", READY_NODES, head.gcs_address, plan.machines)
     try:
+        threading.Thread(target=_exit_with, args=(head,), name="head", daemon=True).start()
         _watch(head, further, plan, folder)
     finally:  # TERM alone they take half a minute
         for node in (head, *further.values()):
             node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)
     log.error("the head of the cluster has exited")
     return 1
+
+
+def _exit_with(head: RayNode) -> None:
+    """Exit where the main thread does not: Ray waits in it for half a minute for a machine that starts without a head.
+
+    The keeper ends what is left, as after a kill.
+    """
+    while not _has_ended(head):
+        time.sleep(WATCH_S)
+    time.sleep(EXIT_WITHIN_S)
+    log.error("the head of the cluster has exited while a machine was started")
+    logging.shutdown()
+    os._exit(1)
 
 
 def _watch(head: RayNode, further: dict[int, RayNode], plan: ClusterPlan, folder: str) -> None:
