@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -373,10 +374,12 @@ def _is_victim(kind: str, line: str) -> bool:
 
 
 def by_kind(kills: Sequence[Kill]) -> dict[str, dict[str, float | int | None]]:
+    """Kills, and seconds of those before which the run had recovered from all earlier ones."""
+    alone = [now for before, now in pairwise([None, *kills]) if before is None or before.recovered_s is not None]
     table: dict[str, dict[str, float | int | None]] = {}
     for kind in KINDS:
         of_kind = [each for each in kills if each.kind == kind]
-        seconds = [each.recovered_s for each in of_kind if each.recovered_s is not None]
+        seconds = [each.recovered_s for each in alone if each.kind == kind and each.recovered_s is not None]
         table[kind] = {
             "kills": len(of_kind),
             "recovery_median_s": round(statistics.median(seconds), 1) if seconds else None,
