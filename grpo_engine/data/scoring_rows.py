@@ -168,6 +168,8 @@ def decode_scores(answer: bytes, request: bytes, mask: Tensor) -> tuple[ScoresHe
         DataError: it does not answer this request, or its values are no log-probabilities.
     """
     line, _, rest = answer.partition(b"\n")
+    if len(line) > MOST_HEAD_BYTES:
+        raise DataError(f"a first line of {len(line):,} bytes, and it has at most {MOST_HEAD_BYTES:,}")
     try:
         head = ScoresHead.model_validate_json(line)
     except ValidationError as error:

@@ -47,6 +47,9 @@ _HOLD_S = 1.0
 _REQUEST_TIMEOUT_S = 60.0
 """A batch may be hundreds of megabytes; a refused connection fails at once."""
 _MAX_BATCH_BYTES = 256 << 20
+_MAX_BATCH_MARKS = 4 << 20
+_TOKEN_MARKS = 4
+"""With lists for distillation a token has two brackets, and its text some quotes."""
 _TOKEN_BYTES = 128
 """Generous: with id, label, log-prob and policy version a token has about 40 bytes in JSON, and its text has some."""
 _SAY_AGAIN_S = 60.0
@@ -188,7 +191,7 @@ class RolloutApiSource:
         told |= {} if policy_version is None else {"policy_version": policy_version}
         told |= {} if self._uuid is None else {"uuid": self._uuid}
         try:
-            answer = self._http.get("/batch", params=told, extensions=allowing(self._most_batch_bytes()))
+            answer = self._http.get("/batch", params=told, extensions=self._allowed_batch())
         except httpx.TransportError as error:
             raise PeerUnavailable(f"{self.url}/batch: {str(error) or type(error).__name__}") from None
         if answer.status_code >= 500:
@@ -357,11 +360,11 @@ class RolloutApiSource:
             log.warning("%s: last batch not acknowledged: %s", self.url, error)
         self._lease = ""
 
-    def _most_batch_bytes(self) -> int:
+    def _allowed_batch(self) -> dict[str, Any]:
         """Longest batch that is read; longer where the sequences that the trainer asked for may need it."""
         asked = self._registration
         num_tokens = 0 if asked is None else asked.batch_size * max(asked.max_token_len, 0)
-        return max(_MAX_BATCH_BYTES, num_tokens * _TOKEN_BYTES)
+        return allowing(max(_MAX_BATCH_BYTES, num_tokens * _TOKEN_BYTES), _MAX_BATCH_MARKS + num_tokens * _TOKEN_MARKS)
 
     def _ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
         try:

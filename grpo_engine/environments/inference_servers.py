@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
@@ -22,11 +22,13 @@ from grpo_engine.environments.peers import Attempts, Peer, read, repeated, reque
 from grpo_engine.environments.sampling.groups import ABORTED, Completions, check_completions, finished, joined
 from grpo_engine.environments.server_queues import ServerQueues
 from grpo_engine.errors import PeerError, PeerUnavailable
-from grpo_engine.wire.bounded_answers import allowing
+from grpo_engine.wire.bounded_answers import MAX_ANSWER_MARKS, allowing
 from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
 
 _SAMPLED_TOKEN_BYTES = 128
 """Generous: with id, log-prob, policy version and text a sampled token has about 50 bytes in JSON."""
+_SAMPLED_TOKEN_MARKS = 24
+"""Likewise: four around its log-prob, and the quotes of its text."""
 _HEALTH_TIMEOUT_S = 5.0
 _REFUSED_PAUSE_S = 2.0
 """Before a server is asked again that has refused `/health`."""
@@ -150,6 +152,7 @@ class InferenceServers:
             num_completions=request.n,
             num_tokens=_longest(request),
             most_bytes=request.n * request.max_tokens * _SAMPLED_TOKEN_BYTES,
+            most_marks=request.n * request.max_tokens * _SAMPLED_TOKEN_MARKS,
             session=session,
             attempts={server: Attempts(server.peer) for server in self._servers},
         )
@@ -185,7 +188,7 @@ class InferenceServers:
         return chosen
 
     async def _ask(self, server: InferenceServer, sent: _Sent) -> Completions:
-        headers, length = {"Content-Type": "application/json"}, allowing(sent.most_bytes)
+        headers, length = {"Content-Type": "application/json"}, sent.allowed
         server.num_open += 1
         server.num_open_tokens += sent.num_tokens
         server.num_tokens += sent.num_tokens
@@ -221,10 +224,17 @@ class _Sent:
     """Of its prompt, and of the longest completions that it may get."""
     most_bytes: int
     """Of its answer."""
+    most_marks: int
+    """Of its answer: brackets, braces and quotes, beside as many as any answer may have."""
     session: Session | None
     attempts: Mapping[InferenceServer, Attempts]
     last: InferenceServer | None = None
     """The server that it was sent to last."""
+
+    @property
+    def allowed(self) -> dict[str, Any]:
+        """What its answer may be, as extensions of the request."""
+        return allowing(self.most_bytes, MAX_ANSWER_MARKS + self.most_marks)
 
     def report(self, error: Exception) -> None:
         """Log that the last attempt failed."""

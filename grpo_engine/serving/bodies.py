@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from grpo_engine.serving.access import Token, token_of
+from grpo_engine.wire.codec import num_marks
 
 ROOM_WITHIN_S = 20.0
 """Wait for room until other bodies have been received; stock clients retry the 503 that follows."""
@@ -26,11 +27,6 @@ SHORT_BYTES = 1 << 20
 SHORT_ROOM_BYTES = 64 << 20
 """Room for them beyond that of all bodies."""
 _RETRY_AFTER = {"Retry-After": "5"}
-
-
-def num_marks(part: bytes) -> int:
-    """Brackets, braces and quotes: a list of two bytes takes 60 to 240 once it is parsed as JSON."""
-    return sum(map(part.count, (b"[", b"{", b'"')))
 
 
 class BodyLimits:

@@ -15,18 +15,21 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from grpo_engine.errors import PeerError
+from grpo_engine.wire.codec import num_marks
 
 if TYPE_CHECKING:
     import httpcore
 
 MAX_ANSWER_BYTES = 64 << 20
 """Longest answer, where the request does not allow a longer one (`allowing`)."""
+MAX_ANSWER_MARKS = 1 << 20
+"""Brackets, braces and quotes of an answer, likewise: lists take thirty times their bytes once they are parsed."""
 MAX_HEAD_BYTES = 1 << 20
 """Of informational answers (1xx), of which a server may send any number, and headers, of which httpcore takes 100 kB;
 with them comes a first part of the body."""
 LEAST_BYTES_PER_S = 64 << 10
 """Rate of a slow network; also that of request bodies in `grpo_engine.serving.bodies`."""
-_MOST_BYTES = "most_answer_bytes"
+_MOST_BYTES, _MOST_MARKS = "most_answer_bytes", "most_answer_marks"
 _TIMEOUT = "timeout"
 
 
@@ -34,9 +37,14 @@ class AnswerTooLong(PeerError):
     """An answer is longer than its limit; not temporary."""
 
 
-def allowing(most_bytes: int) -> dict[str, Any]:
-    """Extensions of a request whose answer may have this many bytes, where that is more than others may have."""
-    return {_MOST_BYTES: max(most_bytes, MAX_ANSWER_BYTES)}
+def allowing(most_bytes: int, most_marks: int | None = None) -> dict[str, Any]:
+    """Extensions of a request whose answer may have this many bytes and marks, where that is more than others may have.
+
+    Args:
+        most_marks: None: any number, of an answer that is no JSON.
+    """
+    marks = None if most_marks is None else max(most_marks, MAX_ANSWER_MARKS)
+    return {_MOST_BYTES: max(most_bytes, MAX_ANSWER_BYTES), _MOST_MARKS: marks}
 
 
 class BoundedTransport(httpx.BaseTransport):
@@ -99,7 +107,8 @@ class _Bounds:
     def __init__(self, request: httpx.Request) -> None:
         self._request = request
         self._most_bytes: int = request.extensions.get(_MOST_BYTES, MAX_ANSWER_BYTES)
-        self._num_bytes = 0
+        self._most_marks: int | None = request.extensions.get(_MOST_MARKS, MAX_ANSWER_MARKS)
+        self._num_bytes = self._num_marks = 0
         timeouts = request.extensions.get(_TIMEOUT, {})
         self._time = _TimeLeft(timeouts["read"], request) if timeouts.get("read") is not None else None
         request.extensions = {**request.extensions, _TIMEOUT: {**timeouts, "read": self._time}}
@@ -125,6 +134,13 @@ class _Bounds:
         self._num_bytes += len(part)
         if self._num_bytes > self._most_bytes:
             raise self._too_long()
+        if self._most_marks is not None:
+            self._num_marks += num_marks(part)
+            if self._num_marks > self._most_marks:
+                raise AnswerTooLong(
+                    f"{self._where}: the answer has more than {self._most_marks:,} brackets, braces and quotes: is "
+                    "this the right server?"
+                )
         return part
 
     def too_late(self, error: httpx.ReadTimeout) -> httpx.ReadTimeout:

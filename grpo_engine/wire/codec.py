@@ -98,6 +98,11 @@ def first_fault(error: ValidationError) -> str:
     return shortened(f"{where}: {fault['msg']}" if where else fault["msg"])
 
 
+def num_marks(part: bytes) -> int:
+    """Brackets, braces and quotes: a list of two bytes takes 60 to 240 once it is parsed as JSON."""
+    return sum(map(part.count, (b"[", b"{", b'"')))
+
+
 def shortened(text: str) -> str:
     """The beginning of a text of a peer, as a message shows it."""
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

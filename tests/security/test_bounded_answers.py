@@ -29,7 +29,13 @@ from grpo_engine.environments.server_queues import ServerQueues
 from grpo_engine.environments.tasks import hub
 from grpo_engine.errors import PeerError
 from grpo_engine.wire import bounded_answers
-from grpo_engine.wire.bounded_answers import LEAST_BYTES_PER_S, MAX_ANSWER_BYTES, AnswerTooLong, allowing
+from grpo_engine.wire.bounded_answers import (
+    LEAST_BYTES_PER_S,
+    MAX_ANSWER_BYTES,
+    MAX_ANSWER_MARKS,
+    AnswerTooLong,
+    allowing,
+)
 from grpo_engine.wire.rollouts import EnvironmentStatus, SamplingLimit
 from grpo_engine.wire.token_clients import open_async_client, open_client
 
@@ -125,7 +131,33 @@ async def test_a_request_without_a_read_timeout_may_be_answered_at_any_time(is_a
 
 
 def test_no_request_may_be_answered_with_less_than_others() -> None:
-    assert list(allowing(1).values()) == [MAX_ANSWER_BYTES]
+    assert list(allowing(1, 1).values()) == [MAX_ANSWER_BYTES, MAX_ANSWER_MARKS]
+
+
+@both
+async def test_an_answer_of_more_lists_and_texts_than_was_asked_for_is_cut_off_before_it_is_parsed(
+    is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_answers, "MAX_ANSWER_MARKS", 1000)
+    lists = b"400\r\n" + b"[]" * 512 + b"\r\n"
+    end = b"0\r\n\r\n"
+    assert len(await answered([CHUNKED, lists, end], is_async=is_async)) == 1024
+    with pytest.raises(AnswerTooLong, match="more than 1,000 brackets, braces and quotes"):
+        await answered([CHUNKED, *[lists] * 10_000], is_async=is_async)
+    for more in (allowing(1, 2048), allowing(1)):
+        assert len(await answered([CHUNKED, *[lists] * 4, end], is_async=is_async, extensions=more)) == 4096
+
+
+def test_a_batch_of_lists_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_MAX_BATCH_MARKS", 1000)
+    monkeypatch.setattr(bounded_answers, "MAX_ANSWER_MARKS", 1000)
+    content = b'{"batch": [' + b"[]," * 1000 + b"[]]}"
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=httpx.ByteStream(content)))
+    with (
+        RolloutApiSource("http://127.0.0.1:1", transport=transport) as batches,
+        pytest.raises(PeerError, match="more than 1,000 brackets"),
+    ):
+        batches.poll()
 
 
 # --- clients of a server whose answers never end ---------------------------------------------------------------------

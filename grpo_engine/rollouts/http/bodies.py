@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
 
 from grpo_engine.rollouts.validation import Refusal, decompressed, faults_of
-from grpo_engine.serving.bodies import num_marks
+from grpo_engine.wire.codec import num_marks
 
 MessageT = TypeVar("MessageT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
