@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import httpx
@@ -62,8 +63,13 @@ class WandbInfo(Message):
 class RolloutApi:
     """Client of the rollout API."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
+    def __init__(self, http: httpx.AsyncClient, *, turns: asyncio.Semaphore | None = None) -> None:
+        """
+        Args:
+            turns: of status requests that are answered at once, of all environments of a process; None: no limit.
+        """
         self._http = http
+        self._turns = turns
         self._peer = Peer("rollout API")
         self.posts_since: float | None = None
         """Unix time at which the post began that is not answered yet."""
@@ -124,7 +130,8 @@ class RolloutApi:
         async def ask() -> httpx.Response:
             return await self._http.request("GET", "/status-env", json=body, timeout=_ANSWER_S)
 
-        return read(EnvironmentStatus, await request_until_answered(ask, self._peer))
+        async with nullcontext() if self._turns is None or wait_s > 0 else self._turns:
+            return read(EnvironmentStatus, await request_until_answered(ask, self._peer))
 
     async def post(self, groups: Sequence[ScoredGroup]) -> None:
         """Post one or several groups, compressed if that makes them smaller; one call at a time.

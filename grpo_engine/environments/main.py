@@ -36,6 +36,9 @@ from grpo_engine.wire.token_clients import open_async_client
 
 _MOST_ASKED_PER_S = 25
 """Status requests of all environments of this process that only wait for what they sample."""
+_ASKED_AT_ONCE = 8
+"""Status requests of all environments of this process that wait for an answer at a time: a post wakes up to 64 of them,
+and each takes about a millisecond of the event loop, on which the next post waits."""
 _LONGEST_ASK_S = 10.0
 """Below `liveness_s` of the API, after which an environment counts as gone."""
 
@@ -121,11 +124,12 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
             )
         progress = Progress()
         outbox = Outbox(RolloutApi(api)) if config.copies > 1 else None
+        turns = asyncio.Semaphore(_ASKED_AT_ONCE) if config.copies > 1 else None
         runners = [
             Runner(
                 each,
                 tokenizer,
-                RolloutApi(api),
+                RolloutApi(api, turns=turns),
                 inference,
                 opponent,
                 None if opponent_http is None else RolloutApi(opponent_http),
