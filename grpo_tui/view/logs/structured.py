@@ -15,7 +15,7 @@ def readable(text: str) -> str:
     if not (text.startswith("{") and text.endswith("}")):
         return text
     try:
-        return _told(text).encode(errors="replace").decode()  # JSON may escape half a character
+        return _told(text).encode(errors="ignore").decode()  # JSON may escape half a character
     except (ValueError, RecursionError):
         return text
 
