@@ -207,7 +207,7 @@ def fail_fast(app: FastAPI) -> None:
     """Have routes validate a body up to the first wrong item of each list and object, as our own messages.
 
     Each wrong item of a conversation is an error for every kind of message: half a megabyte of numbers took 6 GB, and
-    held the event loop for 50 s. FastAPI (0.115 to 0.136) and vLLM have no setting for it.
+    held the event loop for 50 s. FastAPI (0.133 to 0.136) and vLLM have no setting for it.
     """
     for route in app.routes:
         for field in getattr(getattr(route, "dependant", None), "body_params", ()):
