@@ -96,7 +96,7 @@ end_scoring()
 """
 
 
-@pytest.mark.parametrize("how", ["ends", "is killed"])
+@pytest.mark.parametrize("how", [pytest.param("ends", marks=pytest.mark.extended("the same when killed")), "is killed"])
 def test_nothing_is_left_of_a_reward_that_never_returns(tmp_path: Path, how: str) -> None:
     file, begun = tmp_path / "mine.py", tmp_path / "begun"
     file.write_text(
