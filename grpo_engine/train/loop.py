@@ -144,12 +144,17 @@ def train(
             step, lease = step + 1, entry.head.lease
             stepped = time.perf_counter()
 
-            update = None
-            if result.applied:
-                version += 1
-                with reporter.waiting_for(WaitsFor.UPDATE):
-                    update = bridge.publish(version, trainee.write_weights)
-            source.report_served(lease, version)
+            update, failure = None, None
+            try:
+                if result.applied:
+                    version += 1
+                    with reporter.waiting_for(WaitsFor.UPDATE):
+                        update = bridge.publish(version, trainee.write_weights)
+                source.report_served(lease, version)
+            except RanksFailed:
+                raise
+            except GrpoError as error:  # the step is kept in a checkpoint, so that no later trainer would record it
+                failure = error
             published = time.perf_counter()
 
             if not recorder.has(step):
@@ -158,8 +163,10 @@ def train(
                         batch, result, decode, environments=environments, step=step, count=config.rollouts_groups
                     )
                     recorder.rollouts(sampled)
-                with reporter.waiting_for(WaitsFor.EVALUATION):
-                    evaluated = evaluator.measure_if_due(step, version)
+                evaluated: Mapping[str, float] = {}
+                if failure is None:
+                    with reporter.waiting_for(WaitsFor.EVALUATION):
+                        evaluated = evaluator.measure_if_due(step, version)
                 times = {
                     "train/data_fetch_time": fetched - began,
                     "train/sync_time": published - stepped,
@@ -173,6 +180,8 @@ def train(
                 sent = update.metrics() if update is not None else {}
                 measured = {**result.metrics, **metrics_by_environment(batch, environments), **times, **sent}
                 recorder.step(step, version, {**measured, **trainee.memory_metrics(), **evaluated})
+            if failure is not None:
+                raise failure
             if config.checkpoint_interval and step % config.checkpoint_interval == 0:
                 writer.save(step, policy_version=version, lease=lease)
     except RanksFailed:

@@ -96,6 +96,14 @@ def test_an_unreachable_server_at_a_weight_update_loses_no_step(tmp_path: Path) 
     assert checkpoints.newest(tmp_path / "checkpoints") == tmp_path / "checkpoints/step_3"
 
 
+def test_a_step_whose_weight_update_fails_is_recorded_once(tmp_path: Path) -> None:
+    with pytest.raises(PeerUnavailable, match="no server"):
+        run(tmp_path, settings(), bridge=UnreachableBridge(small_model()))
+    assert [line.step for line in metrics_lines(tmp_path)] == [1, 2, 3]
+    run(tmp_path, settings(), first_batch=3)
+    assert [line.step for line in metrics_lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_step_that_runs_out_of_memory_ends_the_run_with_what_to_do_and_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
