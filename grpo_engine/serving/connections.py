@@ -21,7 +21,7 @@ _LOOK_AGAIN_S = 1.0
 RESERVED_SHARE = 1 / 8
 """Of the descriptors, for files, and for connections that are accepted at once."""
 MAX_HEADERS_BYTES = 64 * 1024
-"""As h11 has it; httptools has none."""
+"""Of headers, and of what follows the chunks of a body (trailers). As h11 has it; httptools has none."""
 MAX_PIPELINED = 32
 """Requests of a connection that wait for an answer to an earlier one; with httptools uvicorn queues them without end,
 and parses a read of 256 KiB at once, which may be 6000 of them. h11 queues none. Our clients send none."""
@@ -62,6 +62,7 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     opened_at = 0.0
     _is_in_headers = False
     _num_header_bytes = 0
+    _num_read_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Wait for the first request; one connection too many takes the place of one without the token."""
@@ -87,6 +88,7 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     def data_received(self, data: bytes) -> None:
         """Read a part of a request."""
         before = self.cycle
+        self._num_read_bytes = len(data)
         if self._closing is None and (before is None or before.response_complete):
             self._begin_wait()
         super().data_received(data)
@@ -98,9 +100,28 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
                 self.transport.close()
 
     def on_message_begin(self) -> None:
-        """Count the headers that begin; only httptools calls this and the next."""
+        """Count the headers that begin; only httptools calls this and the following."""
         super().on_message_begin()
         self._is_in_headers, self._num_header_bytes = True, 0
+
+    def on_chunk_header(self) -> None:
+        """Count what follows, unless it is a part of the body; the chunks before it may have come in the same read."""
+        self._is_in_headers, self._num_header_bytes = True, -self._num_read_bytes
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header, and no trailer: uvicorn adds it to the headers of the request, which is being answered."""
+        if self.cycle is None or self.scope is not self.cycle.scope:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body."""
+        self._is_in_headers = False
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Wait for the next request."""
+        self._is_in_headers = False
+        super().on_message_complete()
 
     def on_headers_complete(self) -> None:
         """They are complete; one request too many ends the connection, as one that is malformed does."""

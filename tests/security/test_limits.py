@@ -53,6 +53,7 @@ from grpo_engine.wire.inference import GenerateRequest, GroupMeeting
 from grpo_engine.wire.tcp_sockets import own_listening_ports
 
 MIB = 1 << 20
+CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 async def length(request: Request) -> PlainTextResponse:
@@ -407,7 +408,28 @@ def test_headers_without_end_are_not_collected() -> None:
     with served(app(), http=LimitedProtocol) as url, connected(url) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
         with pytest.raises(ConnectionError):
-            connection.sendall(bytes(64 * MIB))
+            connection.sendall(b"x" * 64 * MIB)
+
+
+@pytest.mark.parametrize("endless", [b"X-Long: " + b"x" * MIB, b"a:b\r\n" * (MIB // 5)], ids=["long", "many"])
+def test_trailers_without_end_are_not_collected(endless: bytes) -> None:
+    with served(app(), http=LimitedProtocol) as url, connected(url) as connection:
+        connection.sendall(CHUNKED + b"2\r\n{}\r\n0\r\n")
+        with pytest.raises(ConnectionError):
+            for _ in range(24):
+                connection.sendall(endless)
+
+
+def test_trailers_are_no_headers_and_the_parts_of_a_body_do_not_count_as_any() -> None:
+    async def described(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(f"{len(await request.body())} {' '.join(request.headers)}")
+
+    part = b"40000\r\n" + bytes(0x40000) + b"\r\n"
+    application = FastAPI(routes=[Route("/", described, methods=["POST"])])
+    with served(application, http=LimitedProtocol) as url, connected(url) as connection:
+        for _ in range(2):
+            answer = answer_to(connection, CHUNKED + part * 8 + b"0\r\nAuthorization: Bearer abc\r\n\r\n")
+            assert answer == (200, b"2097152 host transfer-encoding")
 
 
 def test_a_connection_with_many_requests_before_the_first_answer_is_closed_and_others_are_answered() -> None:
