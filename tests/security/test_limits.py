@@ -416,8 +416,7 @@ def test_trailers_without_end_are_not_collected(endless: bytes) -> None:
     with served(app(), http=LimitedProtocol) as url, connected(url) as connection:
         connection.sendall(CHUNKED + b"2\r\n{}\r\n0\r\n")
         with pytest.raises(ConnectionError):
-            for _ in range(24):
-                connection.sendall(endless)
+            connection.sendall(endless * 24)
 
 
 def test_trailers_are_no_headers_and_the_parts_of_a_body_do_not_count_as_any() -> None:
