@@ -17,7 +17,8 @@ from grpo_engine.wire.run_folder import SETTINGS_FILE
 
 PROTOCOL_VERSION = 1
 MAX_SERVICES = 4096
-"""Of a run, and of its machines: a document with more is damaged. Readers take time in proportion to the square."""
+"""Of a run, and of its machines, GPUs, disks and the like: a document with more is damaged. A screen looks through all
+several times a second, for some in time in proportion to the square."""
 MAX_TEMPORARY_FOLDER_BYTES = 107 - len("/v-12345678/123e4567-e89b-12d3-a456-426614174000")
 """How long the name of a service's TMPDIR may be: the kernel takes 107 bytes for a socket's path, and vLLM's sockets
 lie in a folder that our server makes there for those of one start."""
@@ -396,14 +397,14 @@ class RunStatus(Message):
     """Whether it is being taken down; `state` is the state before, until it is over."""
     supervisor: SupervisorInfo | None
     services: Annotated[list[ServiceStatus], Field(max_length=MAX_SERVICES)]
-    gpus: list[GpuStatus] = []
+    gpus: Annotated[list[GpuStatus], Field(max_length=MAX_SERVICES)] = []
     gpu_note: str | None = None
     """Why there are no GPUs to show, e.g. `no NVIDIA driver`."""
     metrics: dict[str, float] = {}
-    warnings: list[Warning] = []
-    low_disks: list[DiskSpace] = []
+    warnings: Annotated[list[Warning], Field(max_length=MAX_SERVICES)] = []
+    low_disks: Annotated[list[DiskSpace], Field(max_length=MAX_SERVICES)] = []
     """File systems on which little space is left; the run writes to each."""
-    write_faults: list[WriteFault] = []
+    write_faults: Annotated[list[WriteFault], Field(max_length=MAX_SERVICES)] = []
     """What the supervisor cannot write."""
     machines: Annotated[list[MachineStatus], Field(max_length=MAX_SERVICES)] = []
     """Of a run on a cluster."""

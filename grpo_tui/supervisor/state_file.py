@@ -27,6 +27,9 @@ from grpo_tui.supervisor.keeper.proc import ProcessId
 from grpo_tui.supervisor.machine import AfterStop, Service
 
 LEDGER_VERSION = 2
+MAX_OBJECTS = 65_536
+"""In the file; that of 4096 services, or of a thousand machines with eight GPUs each, has less. A screen looks through
+all several times a second."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 RECOVERY = "while the run lives, the next command to it (start, stop, down) writes it again"
 NOT_STATED = "the state is written again at the next change"
@@ -118,6 +121,8 @@ def read_state(run_folder: Path) -> StateDocument | None:
         return None
     except OSError as error:
         raise PeerError(f"{path} cannot be read: {error.strerror}; {RECOVERY}") from None
+    if content.count(b"{") > MAX_OBJECTS:
+        raise PeerError(f"{path} is damaged (more than {MAX_OBJECTS:,} objects); {RECOVERY}")
     version = _ledger_version(content)
     if version not in (None, LEDGER_VERSION):
         log.warning("%s: its ledger is of version %s, this program reads %s", path, version, LEDGER_VERSION)

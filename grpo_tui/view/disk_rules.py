@@ -11,6 +11,8 @@ from pathlib import Path
 from grpo_engine.wire.supervisor import DiskSpace, RunStatus, Warning, WriteFault
 from grpo_tui.view.format import bytes_text
 
+MAX_FAULTS = 1000
+"""Of a run that are looked at, several times a second; a state from elsewhere may have tens of thousands."""
 SUPERVISOR = "supervisor"
 SHARED_MEMORY = "/dev/shm"
 MAKE_ROOM = (
@@ -27,12 +29,17 @@ def disks(status: RunStatus) -> Iterator[Warning]:
     """One warning for each file system that is full or nearly so, and for each file that is not writable otherwise."""
     faults = [(SUPERVISOR, fault) for fault in status.write_faults]
     faults += [(service.name, fault) for service in status.services for fault in service.write_faults]
+    faults = faults[:MAX_FAULTS]
     spaces = {space.device: space for space in status.low_disks}
     for _, fault in faults:
         if fault.disk is not None and fault.disk.is_full:
             spaces.setdefault(fault.disk.device, fault.disk)
+    of_device: dict[int, list[tuple[str, WriteFault]]] = {}
+    for writer, fault in faults:
+        if fault.disk is not None:
+            of_device.setdefault(fault.disk.device, []).append((writer, fault))
     for space in spaces.values():
-        yield _disk_warning(space, [each for each in faults if each[1].disk and each[1].disk.device == space.device])
+        yield _disk_warning(space, of_device.get(space.device, []))
     for writer, fault in faults:
         if fault.disk is None or fault.disk.device not in spaces:
             yield _fault_warning(writer, fault)

@@ -15,14 +15,16 @@ from usual_plan import four_launches, write_plan
 
 from grpo_engine.diagnosis.alignment_rules import MIXTURE
 from grpo_engine.errors import PeerError
-from grpo_engine.wire.run_folder import PLAN_FILE
-from grpo_engine.wire.supervisor import MAX_SERVICES, RunState, RunStatus
+from grpo_engine.wire.run_folder import PLAN_FILE, STATE_FILE
+from grpo_engine.wire.supervisor import MAX_SERVICES, DiskSpace, RunState, RunStatus, WriteFault
 from grpo_tui.cli.export import _card
 from grpo_tui.client.local import Run
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.services.base import Probe
+from grpo_tui.supervisor.state_file import read_state
 from grpo_tui.ui.pages import service_page
 from grpo_tui.ui.widgets.main.start_panel import rows_wanted
+from grpo_tui.view.disk_rules import MAX_FAULTS, disks
 from grpo_tui.view.gpus.rules import ASKED_FOR, memory_plan
 from grpo_tui.view.model_card import CardFacts
 from grpo_tui.view.service_details import ServiceHistory
@@ -30,6 +32,8 @@ from grpo_tui.view.state import LaunchesRead, ViewState, reduce
 
 STARTING = service("vllm", state="starting", started_at=NOW - 72, ready_at=None)
 RUN = Run(folder=Path("/runs/sent"), has_daemon=False, has_services=False)
+DISK = DiskSpace(folder="/runs", device=1, free_bytes=0, total_bytes=1, is_full=True)
+FAULT = WriteFault(path="/p", error="full", effect="none", since=NOW)
 FAR = (math.inf, math.nan, 1e308, -math.inf, 1e-320)
 
 
@@ -78,13 +82,34 @@ def test_settings_that_no_profile_has_end_neither_the_page_of_gpus_nor_an_export
             assert "## Training" in _card(RUN, facts)
 
 
-def test_a_state_of_more_services_or_machines_than_a_run_may_have_is_damaged() -> None:
+def test_a_state_of_more_services_machines_or_disks_than_a_run_may_have_is_damaged() -> None:
     """Readers would take minutes for it; 64 MiB have room for a hundred thousand."""
-    for part, many in (("services", [STARTING]), ("machines", [machine(1)])):
+    for part, many in (
+        ("services", [STARTING]),
+        ("machines", [machine(1)]),
+        ("gpus", machine(1).gpus[:1]),
+        ("low_disks", [DISK]),
+        ("write_faults", [FAULT]),
+    ):
+        assert many
         status = run_status().model_copy(update={part: many * MAX_SERVICES})
         assert RunStatus.model_validate_json(status.model_dump_json()) == status
         with pytest.raises(ValidationError, match=part):
             RunStatus.model_validate_json(status.model_copy(update={part: many * (MAX_SERVICES + 1)}).model_dump_json())
+
+
+def test_a_state_of_a_hundred_thousand_of_anything_is_damaged(tmp_path: Path) -> None:
+    """A screen looks through all of it several times a second: 12 MB of what cannot be written held it for minutes."""
+    document = json.loads(run_status().model_dump_json())
+    document["services"][0]["write_faults"] = [FAULT.model_dump()] * 60_000
+    (tmp_path / STATE_FILE).write_text(json.dumps(document))
+    status = read_state(tmp_path)
+    assert status is not None
+    assert len(list(disks(status))) == MAX_FAULTS
+    document["services"][1]["write_faults"] = [FAULT.model_dump()] * 40_000
+    (tmp_path / STATE_FILE).write_text(json.dumps(document))
+    with pytest.raises(PeerError, match="damaged"):
+        read_state(tmp_path)
 
 
 def test_a_reason_or_a_name_of_a_model_of_a_million_characters_is_searched_in_linear_time() -> None:
