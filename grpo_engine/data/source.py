@@ -60,6 +60,11 @@ class _NoBatchYet(PeerUnavailable):
     """The API answers, but has no batch."""
 
 
+def batch_limits(num_tokens: int) -> tuple[int, int]:
+    """Bytes, and brackets, braces and quotes, of the longest JSON of a batch of so many tokens."""
+    return max(_MAX_BATCH_BYTES, num_tokens * _TOKEN_BYTES), _MAX_BATCH_MARKS + num_tokens * _TOKEN_MARKS
+
+
 class RolloutApiSource:
     """A trainer's connection to a rollout API."""
 
@@ -364,7 +369,7 @@ class RolloutApiSource:
         """Longest batch that is read; longer where the sequences that the trainer asked for may need it."""
         asked = self._registration
         num_tokens = 0 if asked is None else asked.batch_size * max(asked.max_token_len, 0)
-        return allowing(max(_MAX_BATCH_BYTES, num_tokens * _TOKEN_BYTES), _MAX_BATCH_MARKS + num_tokens * _TOKEN_MARKS)
+        return allowing(*batch_limits(num_tokens))
 
     def _ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
         try:

@@ -21,6 +21,7 @@ from grpo_engine.errors import GrpoError, ModelError, first_of
 from grpo_engine.models.loading import resolve_model
 from grpo_engine.models.same_model import is_same_model
 from grpo_engine.server.config import ServerConfig
+from grpo_engine.wire.codec import read_whole
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _NAMES_SHOWN = 4
@@ -108,7 +109,7 @@ def resuming_newest_adapter(config: ServerConfig, environment: Mapping[str, str]
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads((path / CONFIG_FILE).read_bytes())
+        config = json.loads(read_whole(path / CONFIG_FILE))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} cannot be read: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

@@ -18,6 +18,7 @@ from grpo_engine.bridges.transport.weight_group import Checksum, WeightGroup
 from grpo_engine.errors import BridgeError, first_of
 from grpo_engine.processes import ProcessIdentity
 from grpo_engine.server.config import ServerConfig
+from grpo_engine.wire.codec import read_whole
 from grpo_engine.wire.handover import HandoverSender
 from grpo_engine.wire.inference import JoinRequest, ReceiveRequest
 from grpo_engine.wire.run_folder import HANDOVER_SENDER
@@ -135,7 +136,7 @@ def awaited_sender(config: ServerConfig) -> ProcessIdentity | None:
     if not (config.receives_weights or config.enable_sleep_mode) or config.handover is None:
         return None
     try:
-        sender = HandoverSender.model_validate_json((config.handover / HANDOVER_SENDER).read_bytes())
+        sender = HandoverSender.model_validate_json(read_whole(config.handover / HANDOVER_SENDER))
     except (OSError, ValidationError):
         return None
     process = ProcessIdentity(sender.pid, sender.start_ticks)

@@ -67,7 +67,9 @@ def train(
     rehearse_step(trainee)
     if not config.resume:
         checkpoints.move_away(save_path)
-    journal = Journal(save_path, is_kept=config.journal, reporter=reporter)
+    journal = Journal(
+        save_path, is_kept=config.journal, num_tokens=config.batch_size * config.seq_len, reporter=reporter
+    )
     settings = decisive_settings(config)
     start = find_start(trainee, attached, journal, save_path, settings)
     step, version, lease = start.step, start.policy_version, start.lease

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from pydantic import Field
 
 from grpo_engine.errors import CheckpointError
-from grpo_engine.wire.codec import Message
+from grpo_engine.wire.codec import MAX_FILE_BYTES, MAX_FILE_MARKS, Message, num_marks, open_file
 
 TRAINER_STATE = "trainer"
 """Prefix of the files of a checkpoint that only a trainer reads."""
@@ -61,6 +61,19 @@ def open_regular(path: Path, *, follows_link: bool = False) -> BinaryIO:
         file.close()
         raise CheckpointError(f"{path}: is no regular file: remove it from the checkpoint")
     return file
+
+
+def read_journal_head(path: Path) -> JournalHead:
+    """The head of the batch of a step.
+
+    Raises:
+        OSError, ValidationError: it cannot be read, or is damaged.
+    """
+    with open_file(path) as file:
+        line = file.readline(MAX_FILE_BYTES)
+    if num_marks(line) > MAX_FILE_MARKS:
+        raise OSError(errno.EFBIG, f"more than {MAX_FILE_MARKS:,} brackets, braces and quotes")
+    return JournalHead.model_validate_json(line)
 
 
 def _files_in(path: Path) -> Iterator[Path]:

@@ -5,10 +5,12 @@ The messages are defined in the modules beside it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, BinaryIO, Self, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
@@ -18,6 +20,11 @@ from grpo_engine.errors import PeerError
 
 MAX_LINE_BYTES = 8 * 1024 * 1024
 """Longest line that is read: a snapshot of a large run has about 100 kB, and a foreign process must not fill memory."""
+
+MAX_FILE_BYTES = 64 * 1024 * 1024
+"""Of a file of JSON that is read whole: markers, notes and states of ours have less than half of it."""
+MAX_FILE_MARKS = 4 * 1024 * 1024
+"""Brackets, braces and quotes of such a file: see `num_marks`."""
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A count, step, size or number of a process: one that no program writes is damaged, and no float holds 10^400."""
@@ -106,6 +113,34 @@ def num_marks(part: bytes) -> int:
 def shortened(text: str) -> str:
     """The beginning of a text of a peer, as a message shows it."""
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file that may be somebody else's work: no pipe blocks.
+
+    Raises:
+        OSError: it is missing or cannot be read, or is a pipe, a device or a folder.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file
+
+
+def read_whole(path: Path, *, max_bytes: int = MAX_FILE_BYTES, max_marks: int = MAX_FILE_MARKS) -> bytes:
+    """The content of a file of JSON that may be somebody else's work, of a length that it can have.
+
+    Raises:
+        OSError: it is missing or cannot be read, is no regular file, or is longer than any that is written.
+    """
+    with open_file(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"longer than {max_bytes:,} bytes")
+    if num_marks(content) > max_marks:
+        raise OSError(errno.EFBIG, f"more than {max_marks:,} brackets, braces and quotes")
+    return content
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from grpo_engine.bridges.memory.shared_names import stem_of
 from grpo_engine.errors import CheckpointError
-from grpo_engine.wire.checkpoints import CheckpointMarker, JournalHead, UsedVersions
+from grpo_engine.wire.checkpoints import CheckpointMarker, JournalHead, UsedVersions, read_journal_head
 from grpo_engine.wire.codec import first_fault, write_atomically, write_json_atomically
 from grpo_engine.wire.run_folder import (
     ADDRESS_FILE,
@@ -102,17 +102,24 @@ def refuse_links(run_folder: Path) -> None:
 
 
 def refuse_no_files(run_folder: Path) -> None:
-    """Refuse a folder in which something else stands in place of a file that a run that goes on writes.
+    """Refuse a folder in which something else stands in place of a file that a run that goes on reads or writes.
 
     Raises:
         StartRefused: there is a pipe or a device, or a folder in place of a file; nothing was changed.
     """
-    for path in (path for places in _WRITTEN for path in run_folder.glob(places)):
-        mode = path.lstat().st_mode
+    for path in run_folder.rglob("*"):
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:  # removed meanwhile
+            continue
         is_of_run = path.parent == run_folder or path.parent.parent == run_folder / POLICIES
         is_file = is_of_run and (path.name in _FILES or path.suffix == ".log")
-        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or (is_file and stat.S_ISDIR(mode)):
-            raise StartRefused(f"{path} is no regular file, and a run that goes on would write there: remove it")
+        if _is_pipe_or_device(mode) or (is_file and stat.S_ISDIR(mode)):
+            raise StartRefused(f"{path} is no regular file, and a run that goes on would use it: remove it")
+
+
+def _is_pipe_or_device(mode: int) -> bool:
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
 
 
 def close_to_others(run_folder: Path) -> None:
@@ -180,7 +187,7 @@ def read_marker(folder: Path) -> CheckpointMarker:
         CheckpointError: it is missing or damaged.
     """
     try:
-        return CheckpointMarker.model_validate_json((folder / CHECKPOINT_MARKER).read_bytes())
+        return CheckpointMarker.model_validate_json(read_whole(folder / CHECKPOINT_MARKER))
     except OSError as error:
         raise CheckpointError(f"{folder}: no complete checkpoint: {error.strerror or error}") from None
     except ValidationError as error:
@@ -216,10 +223,14 @@ def copy_checkpoint(checkpoint: Path, save_path: Path) -> None:
         CheckpointError: it was removed meanwhile, the disk is full, or there is a link in it, whose target may be any
             file or folder of ours.
     """
-    for link in (path for path in (checkpoint, *checkpoint.rglob("*")) if path.is_symlink()):
-        raise CheckpointError(
-            f"{link} is a link, and its target would be copied to the branch: put a copy in its place"
-        )
+    for path in (checkpoint, *checkpoint.rglob("*")):
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            raise CheckpointError(
+                f"{path} is a link, and its target would be copied to the branch: put a copy in its place"
+            )
+        if _is_pipe_or_device(mode):
+            raise CheckpointError(f"{path} is no regular file, and a trainer would wait for it: remove it")
     partial = save_path / f".{checkpoint.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
     try:
@@ -275,7 +286,7 @@ def used_versions(run_folder: Path, save_path: Path) -> UsedVersions:
 
 def _noted_versions(path: Path) -> UsedVersions:
     try:
-        return UsedVersions.model_validate_json(path.read_bytes())
+        return UsedVersions.model_validate_json(read_whole(path))
     except FileNotFoundError:
         return UsedVersions()
     except OSError as error:
@@ -289,7 +300,7 @@ def _noted_versions(path: Path) -> UsedVersions:
 
 def _read_head(path: Path) -> JournalHead:
     try:
-        with path.open("rb") as file:
-            return JournalHead.model_validate_json(file.readline())
+        return read_journal_head(path)
     except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}): move it away") from None
+        why = first_fault(error) if isinstance(error, ValidationError) else error.strerror
+        raise CheckpointError(f"{path}: damaged ({why}): move it away") from None

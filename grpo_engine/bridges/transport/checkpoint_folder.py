@@ -27,7 +27,7 @@ from grpo_engine.bridges.memory.shared_names import make_own_folder, own_or_free
 from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY
 from grpo_engine.bridges.transport.saving import explain_write_errors
 from grpo_engine.errors import BridgeError
-from grpo_engine.wire.codec import write_json_atomically
+from grpo_engine.wire.codec import read_whole, write_json_atomically
 from grpo_engine.wire.handover import HandoverNote
 from grpo_engine.wire.run_folder import HANDOVER_CURRENT, HANDOVER_NOTE
 
@@ -59,7 +59,7 @@ def newest_checkpoint(folder: Path, model: str) -> StoredCheckpoint | None:
     if not path.is_dir():
         return None
     try:
-        note = HandoverNote.model_validate_json((path / HANDOVER_NOTE).read_bytes())
+        note = HandoverNote.model_validate_json(read_whole(path / HANDOVER_NOTE))
         num_tensors = _count_tensors(path)
     except (OSError, ValidationError, BridgeError) as error:
         logger.warning("%s: not a complete checkpoint (%s); not used", path, error)

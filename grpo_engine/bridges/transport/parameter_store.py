@@ -29,6 +29,7 @@ from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.bridges.transport.servers import Server
 from grpo_engine.errors import BridgeError, GrpoError, PeerUnavailable
 from grpo_engine.retrying import never
+from grpo_engine.wire.codec import read_whole
 from grpo_engine.wire.handover import HandoverNote
 from grpo_engine.wire.parameters import BeginRequest, ParametersState, ServedBy
 from grpo_engine.wire.run_folder import HANDOVER_CURRENT, HANDOVER_NOTE
@@ -264,7 +265,7 @@ def _left_by_another(folder: Path) -> Version | None:
     """The newest version of a service that was killed."""
     note = Path(os.path.realpath(folder / HANDOVER_CURRENT)) / HANDOVER_NOTE
     try:
-        model = HandoverNote.model_validate_json(note.read_bytes()).model
+        model = HandoverNote.model_validate_json(read_whole(note)).model
     except (OSError, ValidationError):
         return None
     found = newest_checkpoint(folder, model)

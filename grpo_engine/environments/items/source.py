@@ -22,7 +22,7 @@ from grpo_engine.environments.items.curriculum import Curriculum, Unordered
 from grpo_engine.environments.items.difficulty import DifficultyFilter, SolveRates
 from grpo_engine.environments.tasks.base import Item, Task, plain
 from grpo_engine.errors import ConfigError
-from grpo_engine.wire.codec import Message, first_fault, write_atomically
+from grpo_engine.wire.codec import Message, first_fault, read_whole, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -197,9 +197,7 @@ class ItemSource:
         if self._path is None or not self._path.exists():
             return nothing
         try:
-            if not self._path.is_file():  # a pipe would hang the reader
-                raise ValueError("not a regular file")
-            saved = _ItemState.model_validate_json(self._path.read_bytes())
+            saved = _ItemState.model_validate_json(read_whole(self._path))
         except (OSError, ValueError) as error:
             why = first_fault(error) if isinstance(error, ValidationError) else error
             log.warning("state_file: %s cannot be read (%s): starting without it", self._path, why)

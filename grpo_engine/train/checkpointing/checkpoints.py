@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from grpo_engine.errors import CheckpointError
 from grpo_engine.train.checkpointing.state_files import read_state, write_state
 from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, TRAINER_STATE, CheckpointMarker
-from grpo_engine.wire.codec import first_fault, write_json_atomically
+from grpo_engine.wire.codec import first_fault, read_whole, write_json_atomically
 from grpo_engine.wire.run_folder import CHECKPOINT_MARKER, checkpoint_folder, checkpoint_steps
 
 MAX_PID_BYTES = 20
@@ -246,7 +246,7 @@ def load(folder: Path, *, model_name: str) -> TrainerState:
         CheckpointError: it is incomplete, unreadable, or of another model.
     """
     try:
-        marker = CheckpointMarker.model_validate_json((folder / CHECKPOINT_MARKER).read_bytes())
+        marker = CheckpointMarker.model_validate_json(read_whole(folder / CHECKPOINT_MARKER))
     except (OSError, ValidationError) as error:
         raise CheckpointError(
             f"{folder / CHECKPOINT_MARKER}: unreadable ({read_failure(error)}); "

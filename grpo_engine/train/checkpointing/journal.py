@@ -19,11 +19,12 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
+from grpo_engine.data.source import batch_limits
 from grpo_engine.errors import CheckpointError
 from grpo_engine.serving.reporting import Reporter
 from grpo_engine.train.checkpointing import checkpoints
-from grpo_engine.wire.checkpoints import JournalHead
-from grpo_engine.wire.codec import write_atomically
+from grpo_engine.wire.checkpoints import JournalHead, read_journal_head
+from grpo_engine.wire.codec import read_whole, write_atomically
 from grpo_engine.wire.rollouts import ScoredGroup
 from grpo_engine.wire.run_folder import JOURNAL, journal_file, journal_steps
 
@@ -45,16 +46,20 @@ class JournalEntry:
 class Journal:
     """The journal of one run."""
 
-    def __init__(self, save_path: Path, *, is_kept: bool = True, reporter: Reporter | None = None) -> None:
+    def __init__(
+        self, save_path: Path, *, is_kept: bool = True, num_tokens: int = 0, reporter: Reporter | None = None
+    ) -> None:
         """Nothing is read or written yet.
 
         Args:
             is_kept: whether new steps are written; what is there can be read all the same.
+            num_tokens: of the longest batch that the trainer asks for.
             reporter: takes that a step cannot be written.
         """
         self._reporter = reporter or Reporter()
         self._save_path, self._folder = save_path, save_path / JOURNAL
         self._is_kept = is_kept
+        self._max_bytes, self._max_marks = batch_limits(num_tokens)
         self._has_failed = False
 
     def heads(self, after: int) -> list[JournalHead]:
@@ -76,7 +81,8 @@ class Journal:
         if not path.exists():
             return None
         try:
-            head, groups = path.read_bytes().splitlines()
+            content = read_whole(path, max_bytes=self._max_bytes, max_marks=self._max_marks)
+            head, groups = content.splitlines()
             return JournalEntry(head=JournalHead.model_validate_json(head), groups=_GROUPS.validate_json(groups))
         except (OSError, ValueError) as error:
             raise _damaged(path, error) from error
@@ -150,8 +156,7 @@ def _to_json(groups: Iterable[ScoredGroup]) -> bytes:
 
 def _read_head(path: Path) -> JournalHead:
     try:
-        with path.open("rb") as file:
-            return JournalHead.model_validate_json(file.readline())
+        return read_journal_head(path)
     except (OSError, ValidationError) as error:
         raise _damaged(path, error) from error
 

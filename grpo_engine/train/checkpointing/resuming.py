@@ -24,8 +24,12 @@ from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.resumable import changed_settings, decisive_settings, refused_changes
 from grpo_engine.train.trainee import Trainee
 from grpo_engine.wire.checkpoints import CheckpointMarker, JournalHead, UsedVersions
+from grpo_engine.wire.codec import read_whole
 from grpo_engine.wire.log_lines import RESUMED
 from grpo_engine.wire.run_folder import CHECKPOINT_MARKER, JOURNAL, USED_VERSIONS_FILE
+
+_DAMAGED = (LookupError, TypeError, ValueError, RuntimeError, AttributeError, AssertionError, ArithmeticError)
+"""Raised by torch and by readers of ours for values that no trainer writes."""
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +68,7 @@ def find_start(
         _compare(folder, state.marker.settings, settings)
         try:
             marker = trainee.restore(state)
-        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:  # damaged files
+        except _DAMAGED as error:
             raise CheckpointError(
                 f"{folder}: cannot be restored ({checkpoints.read_failure(error)}); "
                 "remove it to resume from the previous checkpoint"
@@ -120,7 +124,7 @@ def has_steps_left(config: TrainConfig, save_path: Path) -> bool:
     if newest is None:
         return True
     try:
-        marker = CheckpointMarker.model_validate_json((newest / CHECKPOINT_MARKER).read_bytes())
+        marker = CheckpointMarker.model_validate_json(read_whole(newest / CHECKPOINT_MARKER))
     except (OSError, ValidationError):
         return True  # loading it says what is wrong
     if marker.step < config.training_steps or marker.model_name != config.model_name:
@@ -145,7 +149,7 @@ def used_versions(save_path: Path) -> UsedVersions:
     """
     path = save_path / USED_VERSIONS_FILE
     try:
-        return UsedVersions.model_validate_json(path.read_bytes())
+        return UsedVersions.model_validate_json(read_whole(path))
     except FileNotFoundError:
         return UsedVersions()
     except (OSError, ValidationError) as error:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_engine.models.tensor_files import WRITERS, can_write, write_tensors
+from grpo_engine.wire.codec import open_file, read_whole
 
 SHARD_BYTES = 4 * 2**30
 """Of one file of tensors; so much host memory writing takes at most, where tensors of a GPU are not contiguous."""
@@ -62,9 +63,10 @@ def read_state(folder: Path, name: str) -> Any:
     Raises:
         OSError, ValueError, KeyError, TypeError, SafetensorError: a file is missing or damaged.
     """
-    content = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    content = json.loads(read_whole(folder / f"{name}.json"))
     tensors: dict[str, Tensor] = {}
     for file in content["files"]:
+        open_file(folder / file).close()  # a pipe would hang the reader
         tensors |= load_file(folder / file)
     return _rebuilt(content["state"], tensors)
 

@@ -8,14 +8,19 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import IO
 
 from grpo_engine.serving.reporting import Reporter
+from grpo_engine.wire.codec import MAX_FILE_MARKS, num_marks, open_file
 
 MAX_WAITING_BYTES = 64 * 2**20
 """Buffered while the disk is full; later lines are dropped."""
-_STEP_OF_OURS = re.compile(rb'\{"time":[^,"]*,"step":(\d+)[,}]')
+MAX_RECORD_BYTES = 256 * 2**20
+"""Of one line: one that is longer counts as the end of the file, where a crash left a line incomplete."""
+_STEP_OF_OURS = re.compile(rb'\{"time":[^,"]*,"step":(\d{1,19})[,}]')
 """Start of every line that a recorder wrote; long lines need not be parsed whole."""
 
 log = logging.getLogger(__name__)
@@ -75,20 +80,22 @@ class LineFile:
 
         Complete lines that are removed go to a file beside it. Returns the last remaining step, or 0.
         """
-        content = self._path.read_bytes()
         end, last = 0, 0
-        for line in content.splitlines(keepends=True):
-            number = _step_of(line)
-            if number > step or not line.endswith(b"\n"):
-                break
-            end, last = end + len(line), max(last, number)
-        rest = content[end : content.rfind(b"\n") + 1]
-        if rest:
-            aside = self._path.with_name(f"{self._path.stem}-set-aside{self._path.suffix}")
-            log.warning("%s: records after step %d were moved to %s", self._path, last, aside)
-            with aside.open("ab") as file:
-                file.write(rest)
-        if end < len(content):
+        with open_file(self._path) as file:
+            lines = iter(partial(file.readline, MAX_RECORD_BYTES), b"")
+            for line in takewhile(_is_complete, lines):
+                number = _step_of(line)
+                if number > step:
+                    break
+                end, last = end + len(line), max(last, number)
+            file.seek(end)
+            later = takewhile(_is_complete, lines)
+            if first := next(later, b""):
+                aside = self._path.with_name(f"{self._path.stem}-set-aside{self._path.suffix}")
+                log.warning("%s: records after step %d were moved to %s", self._path, last, aside)
+                with aside.open("ab") as beside:
+                    beside.writelines(chain([first], later))
+        if end < self._path.stat().st_size:
             os.truncate(self._path, end)
         return last
 
@@ -125,10 +132,14 @@ class LineFile:
         self._file.close()
 
 
+def _is_complete(line: bytes) -> bool:
+    return line.endswith(b"\n")
+
+
 def _step_of(line: bytes) -> int:
     if ours := _STEP_OF_OURS.match(line):
         return int(ours[1])
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError):
+        return int(json.loads(line)["step"]) if num_marks(line) <= MAX_FILE_MARKS else 0
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0  # of no step, so of no later one

@@ -1,0 +1,167 @@
+"""Checkpoints, journals and records from elsewhere: none of their files hangs a trainer or fills its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from training import made_up_groups
+
+from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
+from grpo_engine.errors import CheckpointError
+from grpo_engine.train.checkpointing import checkpoints
+from grpo_engine.train.checkpointing.journal import Journal, JournalEntry
+from grpo_engine.train.checkpointing.resuming import used_versions
+from grpo_engine.train.checkpointing.state_files import read_state, write_state
+from grpo_engine.train.recording import line_file
+from grpo_engine.train.recording.line_file import LineFile
+from grpo_engine.wire.checkpoints import CheckpointMarker, JournalHead
+from grpo_engine.wire.codec import write_json_atomically
+from grpo_engine.wire.run_folder import (
+    CHECKPOINT_MARKER,
+    HANDOVER_CURRENT,
+    HANDOVER_NOTE,
+    USED_VERSIONS_FILE,
+    journal_file,
+)
+from grpo_tui.client import lives
+from grpo_tui.client.local import StartRefused
+
+MARKER = CheckpointMarker(step=6, policy_version=6, model_name="m", bridge="none", lease="", settings={})
+HEAD = JournalHead(step=7, policy_version=6, lease="", environments={}, settings={})
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def sparse(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    with path.open("wb") as file:
+        file.truncate(40 << 30)
+
+
+def lists(path: Path) -> None:
+    path.write_bytes(b"[" + b"[]," * 5_000_000 + b"[]]")
+
+
+HOSTILE = pytest.mark.parametrize("damage", [pipe, sparse, lists])
+
+
+@pytest.fixture
+def step_6(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoints" / "step_6"
+    folder.mkdir(parents=True)
+    write_json_atomically(folder / CHECKPOINT_MARKER, MARKER)
+    state = {"masters": {"a": torch.zeros(2)}, "optimizer": {}, "random": [], "bad_steps": 0, "loss_scale": {}}
+    write_state(folder, "trainer", state)
+    checkpoints.load(folder, model_name="m")
+    return folder
+
+
+@HOSTILE
+@pytest.mark.parametrize("name", [CHECKPOINT_MARKER, "trainer.json"])
+def test_a_file_of_a_checkpoint_neither_hangs_its_reader_nor_fills_the_memory(
+    step_6: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(step_6 / name)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"not a regular file|longer than|more than"):
+            checkpoints.load(step_6, model_name="m")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 300 << 20
+
+
+def test_a_pipe_in_place_of_tensors_is_not_waited_for(step_6: Path) -> None:
+    pipe(step_6 / "trainer-00001.safetensors")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_state(step_6, "trainer")
+
+
+@HOSTILE
+def test_notes_beside_checkpoints_and_weights_are_read_only_as_far_as_they_can_be(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(tmp_path / USED_VERSIONS_FILE)
+    with pytest.raises(CheckpointError, match=r"not a regular file|longer than|more than"):
+        used_versions(tmp_path)
+    (tmp_path / HANDOVER_CURRENT).mkdir()
+    damage(tmp_path / HANDOVER_CURRENT / HANDOVER_NOTE)
+    assert newest_checkpoint(tmp_path, "m") is None
+
+
+@HOSTILE
+def test_a_batch_of_the_journal_is_read_only_as_far_as_one_can_be(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    journal = Journal(tmp_path)
+    journal.keep(JournalEntry(head=HEAD, groups=made_up_groups(0)))
+    assert journal.read(7) is not None
+    damage(journal_file(tmp_path, 7))
+    for read in (lambda: journal.read(7), lambda: journal.heads(after=6)):
+        with pytest.raises(CheckpointError, match=r"step_7.jsonl: unreadable"):
+            read()
+
+
+@pytest.mark.parametrize("name", ["checkpoints/step_6/trainer.json", "handover/current/note.json", "wandb/run/id"])
+def test_a_pipe_at_any_depth_of_a_run_folder_is_refused_before_anything_is_started(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(parents=True)
+    lives.refuse_no_files(tmp_path)
+    pipe(file)
+    with pytest.raises(StartRefused, match=rf"{name} is no regular file"):
+        lives.refuse_no_files(tmp_path)
+
+
+def test_a_checkpoint_with_a_pipe_in_it_is_not_copied_to_a_branch(step_6: Path, tmp_path: Path) -> None:
+    pipe(step_6 / "trainer.json")
+    with pytest.raises(CheckpointError, match=r"trainer\.json is no regular file"):
+        lives.copy_checkpoint(step_6, tmp_path / "branch")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"time":1,"step":' + b"9" * 5000 + b"}\n",
+        b'{"step":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n",
+        b'{"step":1,"other":' + b"[" + b"[]," * 5_000_000 + b"[]]}\n",
+    ],
+    ids=["digits", "depth", "lists"],
+)
+def test_a_line_of_records_that_no_trainer_writes_counts_as_of_no_step(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, later = (f"{json.dumps({'time': 1, 'step': step})}\n".encode() for step in (1, 9))
+    path.write_bytes(first + line + later)
+    records = LineFile(path)
+    assert records.keep_through(3) == 1
+    records.close()
+    assert path.read_bytes() == first + line
+    assert (tmp_path / "metrics-set-aside.jsonl").read_bytes() == later
+
+
+def test_records_that_go_on_for_40_gb_are_cut_after_their_last_line_in_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_file, "MAX_RECORD_BYTES", 1 << 20)
+    path, line = tmp_path / "metrics.jsonl", b'{"time":1,"step":1}\n'
+    sparse(path)
+    with path.open("r+b") as file:
+        file.write(line)
+    tracemalloc.start()
+    try:
+        records = LineFile(path)
+        assert records.keep_through(3) == 1
+        records.close()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (path.read_bytes(), peak < 8 << 20) == (line, True)
