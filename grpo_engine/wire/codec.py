@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Self, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, SchemaValidator
 
 from grpo_engine.errors import PeerError
 
@@ -54,6 +54,13 @@ def failing_fast(schema: Any) -> Any:
     is_schema = isinstance(kind, str)  # else one by name, as the fields of a model
     changed = {key: value if is_schema and key in _NO_SCHEMAS else failing_fast(value) for key, value in schema.items()}
     return changed | {"fail_fast": True} if is_schema and kind in _COLLECTIONS else changed
+
+
+def failing_fast_adapter(kind: Any) -> TypeAdapter[Any]:
+    """What reads JSON of a type that is no `Message`, up to the first invalid item of each collection."""
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    adapter.validator = SchemaValidator(failing_fast(adapter.core_schema), _use_prebuilt=False)
+    return adapter
 
 
 class Message(BaseModel):

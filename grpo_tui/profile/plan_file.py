@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_engine.errors import PeerError
+from grpo_engine.wire.codec import failing_fast_adapter, first_fault
 from grpo_engine.wire.run_folder import PLAN_FILE
 from grpo_engine.wire.secrets import masked_argv, masked_variables
 from grpo_tui.run_files.whole_file import read_whole
@@ -76,13 +77,13 @@ class Plan:
         try:
             plan = _PLAN.validate_json(text)
         except ValidationError as error:
-            raise PeerError(f"{where}: damaged, or of another version: {error}") from None
+            raise PeerError(f"{where}: damaged, or of another version: {first_fault(error)}") from None
         if plan.version != PLAN_VERSION:
             raise PeerError(f"{where}: version {plan.version}, but this program reads {PLAN_VERSION}")
         return plan
 
 
-_PLAN = TypeAdapter(Plan)
+_PLAN: TypeAdapter[Plan] = failing_fast_adapter(Plan)
 
 
 def shown_env(launch: Launch) -> dict[str, str]:

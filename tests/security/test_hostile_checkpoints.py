@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import tracemalloc
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 from training import made_up_groups
 
 from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
-from grpo_engine.errors import CheckpointError
+from grpo_engine.errors import CheckpointError, ConfigError, PeerError
+from grpo_engine.rollouts.storage.store import Store
 from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.checkpointing.journal import Journal, JournalEntry
 from grpo_engine.train.checkpointing.resuming import used_versions
@@ -31,6 +34,7 @@ from grpo_engine.wire.run_folder import (
 )
 from grpo_tui.client import lives
 from grpo_tui.client.local import StartRefused
+from grpo_tui.profile.plan_file import Plan
 
 MARKER = CheckpointMarker(step=6, policy_version=6, model_name="m", bridge="none", lease="", settings={})
 HEAD = JournalHead(step=7, policy_version=6, lease="", environments={}, settings={})
@@ -110,6 +114,33 @@ def test_a_batch_of_the_journal_is_read_only_as_far_as_one_can_be(
     for read in (lambda: journal.read(7), lambda: journal.heads(after=6)):
         with pytest.raises(CheckpointError, match=r"step_7.jsonl: unreadable"):
             read()
+
+
+def test_a_batch_of_the_journal_with_a_million_wrong_groups_is_one_error(tmp_path: Path) -> None:
+    journal_file(tmp_path, 7).parent.mkdir()
+    journal_file(tmp_path, 7).write_bytes(HEAD.model_dump_json().encode() + b"\n[" + b"0," * 100_000 + b"0]\n")
+    with pytest.raises(CheckpointError, match=r"step_7.jsonl: unreadable") as refused:
+        Journal(tmp_path).read(7)
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("wrong", [{"argv": [0] * 100_000}, {"env": dict.fromkeys(map(str, range(100_000)), 0)}])
+def test_a_plan_of_wrong_values_is_one_error(wrong: dict[str, object]) -> None:
+    plan = json.loads(Plan(profile_name="p", profile_folder=Path(), launches=()).to_json())
+    with pytest.raises(PeerError, match=r"damaged, or of another version: launches\.0") as refused:
+        Plan.from_json(json.dumps({**plan, "launches": [wrong]}))
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_store_with_sql_of_somebody_else_in_it_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.sqlite"
+    Store(path).close()
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("DROP TABLE run")
+        endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT max(x) AS record FROM c"
+        database.execute(f"CREATE VIEW run AS {endless}")
+    with pytest.raises(ConfigError, match=r"has a view 'run', which no rollout database has: move it away"):
+        Store(path)
 
 
 @pytest.mark.parametrize("name", ["checkpoints/step_6/trainer.json", "handover/current/note.json", "wandb/run/id"])

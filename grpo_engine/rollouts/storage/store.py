@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from grpo_engine.errors import ConfigError
 from grpo_engine.rollouts.state.batch_forming import QueuedGroup
 from grpo_engine.rollouts.state.records import QUEUE, EnvironmentRecord, EvaluationRecord, Lease, RunRecord, Stored
+from grpo_engine.wire.codec import failing_fast_adapter
 
 _LAYOUT = 2
 _APPLICATION = 0x6772706F  # "grpo": marks our files among other SQLite files
@@ -40,10 +41,10 @@ IN_MEMORY = ":memory:"
 _PAGE_BYTES = 16384
 """A group of some hundred kilobytes is a chain of pages; with SQLite's default of 4096 it is four times as long."""
 
-_RUN: TypeAdapter[RunRecord] = TypeAdapter(RunRecord)
-_ENVIRONMENT: TypeAdapter[EnvironmentRecord] = TypeAdapter(EnvironmentRecord)
-_LEASE: TypeAdapter[Lease] = TypeAdapter(Lease)
-_EVALUATION: TypeAdapter[EvaluationRecord] = TypeAdapter(EvaluationRecord)
+_RUN: TypeAdapter[RunRecord] = failing_fast_adapter(RunRecord)
+_ENVIRONMENT: TypeAdapter[EnvironmentRecord] = failing_fast_adapter(EnvironmentRecord)
+_LEASE: TypeAdapter[Lease] = failing_fast_adapter(Lease)
+_EVALUATION: TypeAdapter[EvaluationRecord] = failing_fast_adapter(EvaluationRecord)
 
 
 class Store:
@@ -82,6 +83,9 @@ class Store:
                 f"--store {path}: not a rollout database of this version (layout {layout}, expected {_LAYOUT}): "
                 "move it away or name another file"
             )
+        foreign = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index')"
+        for kind, name in self._db.execute(foreign):  # SQL that somebody else wrote, which may never end
+            raise ConfigError(f"--store {path}: has a {kind} {name!r}, which no rollout database has: move it away")
 
     @property
     def lost(self) -> str | None:
