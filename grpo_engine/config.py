@@ -54,6 +54,10 @@ class Fault(NamedTuple):
     """What is wrong, and what was probably meant."""
 
 
+MOST_FAULTS = 100
+"""Named of one file: to look for the meant name of each takes time, and settings may be somebody else's work."""
+
+
 class Config(BaseModel):
     """Base of all settings: unknown keys are refused, values never change.
 
@@ -289,7 +293,7 @@ def validated(model: type[ConfigT], table: RawTable, *, where: str) -> ConfigT:
     """Validate `table`.
 
     Raises:
-        ConfigError: every fault as `where: dotted.key: what (hint)`.
+        ConfigError: the first faults, each as `where: dotted.key: what (hint)`.
     """
     try:
         return model.model_validate(table)
@@ -299,7 +303,7 @@ def validated(model: type[ConfigT], table: RawTable, *, where: str) -> ConfigT:
 
 
 def faults_of(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
-    """The faults in a validation error, each once."""
+    """The faults in a validation error, each once; the first `MOST_FAULTS` of them."""
     faults: list[Fault] = []
     for fault in error.errors():
         if fault["type"] == "default_factory_not_called":
@@ -331,6 +335,8 @@ def faults_of(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
                 text = f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, but this is {_shown(fault['input'])}"
         if Fault(key, text) not in faults:
             faults.append(Fault(key, text))
+        if len(faults) == MOST_FAULTS:
+            break
     return faults
 
 

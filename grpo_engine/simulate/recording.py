@@ -208,7 +208,7 @@ def _lines(path: Path, kind: type[LineT]) -> Iterator[LineT]:
             for line in file.read(MOST_BYTES).splitlines():
                 try:
                     yield decoder.decode(line)
-                except msgspec.DecodeError:
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     continue
     except OSError as error:
         raise ConfigError(

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from screen_fakes import NOW, run_status, service
 from usual_plan import four_launches, write_plan
 
+from grpo_engine.config import Config, validated
 from grpo_engine.diagnosis.alignment_rules import MIXTURE
-from grpo_engine.errors import PeerError
+from grpo_engine.errors import ConfigError, PeerError
 from grpo_engine.wire.run_folder import PLAN_FILE, STATE_FILE
 from grpo_engine.wire.supervisor import MAX_SERVICES, DiskSpace, RunState, RunStatus, WriteFault
 from grpo_tui.cli.export import _card
@@ -35,6 +36,16 @@ RUN = Run(folder=Path("/runs/sent"), has_daemon=False, has_services=False)
 DISK = DiskSpace(folder="/runs", device=1, free_bytes=0, total_bytes=1, is_full=True)
 FAULT = WriteFault(path="/p", error="full", effect="none", since=NOW)
 FAR = (math.inf, math.nan, 1e308, -math.inf, 1e-320)
+
+
+def test_of_settings_with_a_thousand_faults_the_first_hundred_are_named() -> None:
+    class Settings(Config):
+        steps: int = 1
+
+    with pytest.raises(ConfigError) as refused:
+        validated(Settings, {f"key{number}": 1 for number in range(1000)}, where="sent.json")
+    lines = str(refused.value).splitlines()
+    assert (len(lines), lines[0]) == (100, "sent.json: key0: unknown setting")
 
 
 @pytest.mark.parametrize("seconds", FAR)

@@ -53,6 +53,14 @@ def test_a_recorded_run_gives_figures(tmp_path: Path) -> None:
     assert recorded_figures(recorded(tmp_path)).trainer.tokens_per_s > 0
 
 
+@pytest.mark.parametrize("line", [b'{"\xf9step": 3}', b'{"step": 3, "x": ' + b"[" * 100_000], ids=["bytes", "depth"])
+def test_a_line_that_is_no_text_or_nested_too_deep_is_left_out_by_simulate(line: bytes, tmp_path: Path) -> None:
+    folder = recorded(tmp_path)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        (folder / name).write_bytes(line + b"\n" + (folder / name).read_bytes())
+    assert recorded_figures(folder).trainer.tokens_per_s > 0
+
+
 @pytest.mark.parametrize("name", [*TIMES, "rollout/busy_fraction", "rollout/length_mean"])
 def test_figures_that_no_run_measures_are_left_out_or_refused_by_simulate(name: str, tmp_path: Path) -> None:
     for value in BAD_VALUES:
