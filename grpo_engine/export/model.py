@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from jinja2 import TemplateError
@@ -30,6 +35,10 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NUM_TOKENS = 8
 """Sampled for the check."""
 PROMPT = "1 + 1 ="
+MAX_PROMPT_CHARS = 4096
+"""Of the prompt in the chat template; the time and memory of the check grow with it."""
+RENDER_S, RENDER_BYTES = 10, 1 << 30
+"""Time and memory that a chat template may take."""
 
 log = logging.getLogger(__name__)
 
@@ -129,10 +138,40 @@ def _prompt(tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
     if tokenizer.chat_template:
         message = [{"role": "user", "content": PROMPT}]
         try:
-            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            log.warning("the chat template renders no single question (%s); checked with plain text", error)
+            with _limited():
+                text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            if len(text) > MAX_PROMPT_CHARS:
+                raise TemplateError(f"{len(text):,} characters, and at most {MAX_PROMPT_CHARS:,} are sampled from")
+        except (TemplateError, MemoryError) as error:
+            why = str(error) or "it needs too much memory"
+            log.warning("the chat template renders no single question (%s); checked with plain text", why)
+            text = PROMPT
     return tokenizer(text, return_tensors="pt", add_special_tokens=text == PROMPT, return_token_type_ids=False)
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Within, a template has so much time and memory: its loops and products may be somebody else's work.
+
+    Raises:
+        TemplateError: it took longer.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise TemplateError(f"it takes longer than {RENDER_S} s")
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = [limit for limit in (used + RENDER_BYTES, soft, hard) if limit != resource.RLIM_INFINITY]
+    before = signal.signal(signal.SIGALRM, stop)
+    resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
+    signal.alarm(RENDER_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _load_exported(folder: Path, device: str) -> PreTrainedModel:
