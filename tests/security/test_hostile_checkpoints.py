@@ -14,6 +14,7 @@ import pytest
 import torch
 from training import made_up_groups
 
+from grpo_engine.bridges.memory.stock_bridge_file import is_stock_file
 from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
 from grpo_engine.errors import CheckpointError, ConfigError, PeerError
 from grpo_engine.rollouts.storage.store import Store
@@ -25,6 +26,7 @@ from grpo_engine.train.recording import line_file
 from grpo_engine.train.recording.line_file import LineFile
 from grpo_engine.wire.checkpoints import CheckpointMarker, JournalHead
 from grpo_engine.wire.codec import write_json_atomically
+from grpo_engine.wire.handover import HandoverNote
 from grpo_engine.wire.run_folder import (
     CHECKPOINT_MARKER,
     HANDOVER_CURRENT,
@@ -114,6 +116,19 @@ def test_a_batch_of_the_journal_is_read_only_as_far_as_one_can_be(
     for read in (lambda: journal.read(7), lambda: journal.heads(after=6)):
         with pytest.raises(CheckpointError, match=r"step_7.jsonl: unreadable"):
             read()
+
+
+def test_a_hand_over_with_a_pipe_in_place_of_tensors_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / HANDOVER_CURRENT
+    path.mkdir()
+    write_json_atomically(path / HANDOVER_NOTE, HandoverNote(policy_version=1, model="m", num_tensors=1))
+    pipe(path / "model.safetensors")
+    assert newest_checkpoint(tmp_path, "m") is None
+
+
+def test_a_bridge_file_that_is_nested_too_deep_is_none_of_a_stock_server(tmp_path: Path) -> None:
+    (tmp_path / "bridge.json").write_text('{"param_mappings":' + "[" * 200_000)
+    assert not is_stock_file(tmp_path / "bridge.json")
 
 
 def test_a_batch_of_the_journal_with_a_million_wrong_groups_is_one_error(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def is_stock_file(path: Path) -> bool:
     """Whether the bridge file exists and has Atropos's form only."""
     try:
         keys = json.loads(path.read_bytes()).keys()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
     return "param_mappings" in keys and "fence_segment" not in keys
 
