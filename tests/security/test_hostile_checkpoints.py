@@ -14,9 +14,10 @@ import pytest
 import torch
 from training import made_up_groups
 
-from grpo_engine.bridges.memory.stock_bridge_file import is_stock_file
+from grpo_engine.bridges.memory.bridge_files import read_bridge_file
+from grpo_engine.bridges.memory.stock_bridge_file import is_stock_file, read_stock_file
 from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
-from grpo_engine.errors import CheckpointError, ConfigError, PeerError
+from grpo_engine.errors import BridgeError, CheckpointError, ConfigError, PeerError
 from grpo_engine.rollouts.storage.store import Store
 from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.checkpointing.journal import Journal, JournalEntry
@@ -124,6 +125,14 @@ def test_a_hand_over_with_a_pipe_in_place_of_tensors_is_not_waited_for(tmp_path:
     write_json_atomically(path / HANDOVER_NOTE, HandoverNote(policy_version=1, model="m", num_tensors=1))
     pipe(path / "model.safetensors")
     assert newest_checkpoint(tmp_path, "m") is None
+
+
+def test_a_pipe_in_place_of_a_bridge_file_is_not_waited_for(tmp_path: Path) -> None:
+    pipe(tmp_path / "bridge.json")
+    assert not is_stock_file(tmp_path / "bridge.json")
+    for read in (read_bridge_file, read_stock_file):
+        with pytest.raises(BridgeError, match="cannot be read: not a regular file"):
+            read(tmp_path / "bridge.json")
 
 
 def test_a_bridge_file_that_is_nested_too_deep_is_none_of_a_stock_server(tmp_path: Path) -> None:

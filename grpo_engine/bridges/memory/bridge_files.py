@@ -10,9 +10,12 @@ from pydantic import ValidationError
 from grpo_engine.errors import BridgeError
 from grpo_engine.processes import ProcessIdentity
 from grpo_engine.wire.bridge_file import FORMAT_VERSION, BridgeFile
-from grpo_engine.wire.codec import first_fault
+from grpo_engine.wire.codec import first_fault, read_whole
 from grpo_engine.wire.environment_variables import BRIDGE_FILE_VARIABLE, LOG_FOLDER_VARIABLE
 from grpo_engine.wire.run_folder import BRIDGE_FILE
+
+MAX_BYTES, MAX_MARKS = 512 << 20, 32 << 20
+"""Of a file, in which a tensor of a rank takes about 300 bytes."""
 
 
 def bridge_file_path(configured: Path | None, environment: Mapping[str, str]) -> Path:
@@ -25,6 +28,15 @@ def bridge_file_path(configured: Path | None, environment: Mapping[str, str]) ->
     return Path(environment.get(LOG_FOLDER_VARIABLE) or ".").absolute() / BRIDGE_FILE
 
 
+def read_bytes(path: Path) -> bytes:
+    """The content of a bridge file, of a length that one can have.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is longer.
+    """
+    return read_whole(path, max_bytes=MAX_BYTES, max_marks=MAX_MARKS)
+
+
 def read_bridge_file(path: Path) -> BridgeFile:
     """Read a bridge file.
 
@@ -32,7 +44,7 @@ def read_bridge_file(path: Path) -> BridgeFile:
         BridgeError: it is missing, malformed, or of another format version.
     """
     try:
-        file = BridgeFile.model_validate_json(path.read_bytes())
+        file = BridgeFile.model_validate_json(read_bytes(path))
     except OSError as error:
         raise BridgeError(
             f"{path}: cannot be read: {error.strerror}; start the inference server with shared weights first, "

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from grpo_engine.bridges.memory.bridge_files import read_bytes
 from grpo_engine.errors import BridgeError
 from grpo_engine.wire.bridge_file import (
     BridgeFile,
@@ -65,7 +66,7 @@ class Sizes:
 def is_stock_file(path: Path) -> bool:
     """Whether the bridge file exists and has Atropos's form only."""
     try:
-        keys = json.loads(path.read_bytes()).keys()
+        keys = json.loads(read_bytes(path)).keys()
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
     return "param_mappings" in keys and "fence_segment" not in keys
@@ -78,7 +79,7 @@ def read_stock_file(path: Path) -> StockBridgeFile:
         BridgeError: it is malformed, or exports no weights that one trainer can map.
     """
     try:
-        file = StockBridgeFile.model_validate_json(path.read_bytes())
+        file = StockBridgeFile.model_validate_json(read_bytes(path))
     except OSError as error:
         raise BridgeError(f"{path}: cannot be read: {error.strerror}; start the inference server first") from None
     except ValidationError as error:
