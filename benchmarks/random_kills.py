@@ -309,9 +309,9 @@ def count(folder: Path, tap: GroupTap, buffer: str, faults: list[str]) -> dict[s
         "accepted without an answer": ((trained | queued) & tap.unanswered).total(),
         "lost": lost.total(),
         "trained too often": len(twice),
-        "of nobody": len(strangers),
+        "never accepted": len(strangers),
     }
-    for name in ("trained too often", "of nobody", *(("lost",) if buffer == "once" else ())):
+    for name in ("trained too often", "never accepted", *(("lost",) if buffer == "once" else ())):
         if counts[name]:
             faults.append(f"{counts[name]} groups: {name}")
     whole = {step: number for step, number in Counter(line.step for line in lines).items() if number != BATCH_GROUPS}

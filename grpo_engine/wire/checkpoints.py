@@ -7,8 +7,6 @@ The trainer writes markers and journal heads. `grpo-tui resume --from` writes `U
 from __future__ import annotations
 
 import errno
-import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -48,19 +46,16 @@ def open_regular(path: Path, *, follows_link: bool = False) -> BinaryIO:
         CheckpointError: it is no regular file.
         OSError: it cannot be read.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follows_link else os.O_NOFOLLOW)
     try:
-        file = os.fdopen(os.open(path, flags), "rb")
+        return open_file(path, follows_link=follows_link)
     except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise CheckpointError(f"{path}: is no regular file: remove it from the checkpoint") from None
         if error.errno == errno.ELOOP:
             raise CheckpointError(
                 f"{path}: is a link, and may lead out of the checkpoint: put the file itself there, or remove the link"
             ) from None
         raise
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise CheckpointError(f"{path}: is no regular file: remove it from the checkpoint")
-    return file
 
 
 def read_journal_head(path: Path) -> JournalHead:

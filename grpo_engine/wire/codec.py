@@ -122,17 +122,19 @@ def shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path, *, follows_link: bool = True) -> BinaryIO:
     """Open a regular file that may be somebody else's work: no pipe blocks.
 
     Raises:
-        OSError: it is missing or cannot be read, or is a pipe, a device or a folder.
+        OSError: it is missing or cannot be read; with `EINVAL` it is a pipe, a device or a folder, and with `ELOOP` a
+            link that is not to be followed.
     """
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows_link else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file")
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
 def read_whole(path: Path, *, max_bytes: int = MAX_FILE_BYTES, max_marks: int = MAX_FILE_MARKS) -> bytes:

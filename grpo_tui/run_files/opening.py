@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
-import stat
 from pathlib import Path
 from typing import BinaryIO
 
+from grpo_engine.wire import codec
 from grpo_tui.paths import is_own
 
 
@@ -17,14 +16,9 @@ def open_file(path: Path) -> BinaryIO:
     Raises:
         OSError: it is missing or cannot be read, is a pipe, a device or a folder, or such a link.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, flags if is_own(path.parent.stat()) else flags | os.O_NOFOLLOW)
+        return codec.open_file(path, follows_link=is_own(path.parent.stat()))
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a link, which is followed only in a folder of your own") from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file")
-    return os.fdopen(descriptor, "rb")

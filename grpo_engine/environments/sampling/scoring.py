@@ -41,7 +41,7 @@ async def rewards_of(config: SamplingConfig, item: Item, completions: Sequence[s
 
 
 def end_scoring() -> None:
-    """Kill all processes that score; those that are asked for later start anew."""
+    """Kill all processes that score; later groups start new ones."""
     while _started:
         _started.popitem()[1].end()
 
