@@ -168,6 +168,8 @@ class Ordeal:
         for each in hit:
             with suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGKILL)
+        for each in hit:  # while one of many is still ending, the run does not look ended
+            await_death(each)
         kill = Kill(
             at_s=time.monotonic() - began,
             at_ticks=at_ticks,
@@ -332,6 +334,11 @@ def metrics(folder: Path) -> list[MetricsLine]:
         complete, _, _ = (folder / METRICS_FILE).read_bytes().rpartition(b"\n")
         return [MetricsLine.model_validate_json(line) for line in complete.splitlines()]
     return []
+
+
+def await_death(victim: Stat) -> None:
+    while (now := read_stat(victim.pid)) is not None and now.start_ticks == victim.start_ticks and not now.is_dead:
+        time.sleep(0.01)
 
 
 def is_well(status: RunStatus) -> bool:
