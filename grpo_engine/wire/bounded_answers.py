@@ -3,7 +3,8 @@
 httpx limits the time of each read, and no length, so that a server that never ends its answer would hold its client, or
 fill its memory. Here the read timeout of a request holds for its whole answer, headers included, plus a second for each
 `LEAST_BYTES_PER_S` that have arrived. An answer has to come as it is: one that is compressed is refused, since it may
-grow a thousandfold as it is decompressed.
+grow a thousandfold as it is decompressed. Its text is UTF-8 whatever it names: of Python's codecs some fail with any
+class of error, and punycode takes time with the square of the length. Cookies are not kept.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ class _Bounds:
                 f"{self._where}: the answer is compressed ({encoding[:40]}), which was not asked for: is this the "
                 "right server, and is there a proxy before it?"
             )
+        response.encoding = "utf-8"
+        response.headers.pop("set-cookie", None)
         declared = response.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._most_bytes:
             raise self._too_long()

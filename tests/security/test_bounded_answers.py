@@ -98,6 +98,34 @@ async def test_an_answer_that_would_grow_by_decompression_is_refused(is_async: b
         await answered([OK + head, bomb], is_async=is_async)
 
 
+@pytest.mark.parametrize("charset", ["undefined", "zlib", "base64", "rot13", "idna", "punycode"])
+def test_an_answer_does_not_choose_the_codec_by_which_its_text_is_read(charset: str) -> None:
+    headers = {"content-type": f"text/plain; charset={charset}"}
+    stub = httpx.MockTransport(lambda request: httpx.Response(400, content=b"a-9 \xff", headers=headers))
+    with open_client(None, transport=stub) as client:
+        assert client.get("http://127.0.0.1:1/").text == "a-9 \N{REPLACEMENT CHARACTER}"
+
+
+async def test_an_environment_reads_text_of_answers_as_utf_8_too() -> None:
+    headers = {"content-type": "text/plain; charset=zlib"}
+    stub = httpx.MockTransport(lambda request: httpx.Response(400, content=b"no", headers=headers))
+    async with open_async_client(None, transport=stub) as client:
+        assert (await client.get("http://127.0.0.1:1/")).text == "no"
+
+
+def test_cookies_of_a_server_are_neither_kept_nor_sent_to_another() -> None:
+    sent: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request.headers.get("cookie"))
+        return httpx.Response(200, headers=[("set-cookie", f"c{number}=1") for number in range(100)])
+
+    with open_client(None, transport=httpx.MockTransport(answer)) as client:
+        client.get("http://127.0.0.1:1/")
+        client.get("http://127.0.0.1:2/")
+        assert (sent, len(client.cookies)) == ([None, None], 0)
+
+
 @both
 @pytest.mark.usefixtures("a_second_a_read")
 @pytest.mark.parametrize(
