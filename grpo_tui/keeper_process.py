@@ -440,7 +440,7 @@ def set_cores(cpus: list[int] | None) -> str:
     with suppress(OSError):
         os.sched_setaffinity(0, range(MOST_CORES))
     absent = sorted(set(cpus) - os.sched_getaffinity(0))
-    with open("/proc/self/status") as file:
+    with open("/proc/self/status", errors="replace") as file:
         there = next(line.split()[1] for line in file if line.startswith("Cpus_allowed_list:"))
     return f"cannot run on cores {absent}: available are {there}; correct `cpus`"
 

@@ -280,10 +280,10 @@ def daemon_of_all(pipes: Path = DEFAULT_PIPES, processes: Path = Path("/proc")) 
 def _started(pid: int) -> int | None:
     """When a process started, in ticks since boot, by which it is told from a later one; None once it has exited."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in b"ZX" else int(fields[19])
 
 
 def _take_signals() -> int:

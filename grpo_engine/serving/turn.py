@@ -76,5 +76,5 @@ def passed_on(environment: MutableMapping[str, str], num_processes: int) -> Iter
 
 def _age_s() -> float:
     """Seconds since this process was started."""
-    start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    start_ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")

@@ -134,8 +134,9 @@ def command_line(pid: int) -> str:
 def uid_of(pid: int) -> int | None:
     """The effective user of a process, or None when it is gone."""
     try:
-        with open(f"/proc/{pid}/status") as file:  # the folder's owner is root for a process that changed its user
-            return next(int(line.split()[2]) for line in file if line.startswith("Uid:"))
+        # The folder's owner is root for a process that changed its user. Its name may be any bytes.
+        with open(f"/proc/{pid}/status", "rb") as file:
+            return next(int(line.split()[2]) for line in file if line.startswith(b"Uid:"))
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
 
