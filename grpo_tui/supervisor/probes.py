@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from grpo_engine.wire.supervisor import ProbeOutcome
 from grpo_engine.wire.tcp_sockets import stranger_behind, who_has
+from grpo_engine.wire.terminal_text import printable
 from grpo_tui.run_files.log_file import read_part
 from grpo_tui.services.base import Probe
 from grpo_tui.supervisor.keeper.client import end_of
@@ -252,6 +253,7 @@ def _explained(body: bytes) -> tuple[str, bool]:
     """The reason in a body, and whether it is that the engine is stalled, as our inference server reports it.
 
     Reads `{"detail": …}` (ours, FastAPI's), `{"error": …}`, `{"error": {"message": …}}` (OpenAI's), also in chunks.
+    JSON may escape what no terminal should get, and half a character, which cannot be sent on.
     """
     try:
         told = json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])
@@ -260,7 +262,7 @@ def _explained(body: bytes) -> tuple[str, bool]:
     reason = told.get("detail") or told.get("error") or told.get("message")
     if isinstance(reason, dict):
         reason = reason.get("message")
-    words = " ".join(reason.split())[:MAX_REASON_CHARS] if isinstance(reason, str) else ""
+    words = printable(" ".join(reason.split()))[:MAX_REASON_CHARS] if isinstance(reason, str) else ""
     return words, told.get("engine") == "stalled"
 
 

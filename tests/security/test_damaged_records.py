@@ -23,6 +23,7 @@ from grpo_tui.supervisor.lock import has_daemon, take_lock, write_address
 from grpo_tui.supervisor.state_file import ServiceLedger
 from grpo_tui.view.rollouts.reader import RolloutReader
 from grpo_tui.view.rollouts.state import GroupFilter
+from grpo_tui.view.timeline.file import TimelineFile
 
 COMPLETION: dict[str, Any] = {
     "text": "a word", "reward": 0.5, "advantage": 0.0, "token_ids": [1], "inference_logprobs": [0.0],
@@ -57,6 +58,15 @@ def test_a_damaged_line_of_rollouts_is_no_group_and_ends_no_search(damage: dict[
     assert list(found.found) == [1]
     everything = RolloutReader(path).look(GroupFilter(), 0)
     assert (everything.heads[0], everything.group) == (None, None)
+
+
+@pytest.mark.parametrize("moment", ["1.2.3", "e", "1e999", "1e300", "9" * 12, "-1"])
+def test_a_usage_line_of_a_time_that_no_clock_has_ends_no_reader_of_a_timeline(moment: str, tmp_path: Path) -> None:
+    line = '{"type":"usage","number":1,"time":%s,"cpu_percent":{},"rss_bytes":{},"gpu_memory_bytes":{},"gpus":[]}\n'
+    (tmp_path / "events.jsonl").write_text("".join(line % each for each in (10.5, moment, 20)))
+    timeline = TimelineFile(tmp_path)
+    assert not timeline.read()
+    assert (timeline.begins, timeline.ends, timeline.num_lines) == (10.5, 20.0, 2)
 
 
 @pytest.mark.parametrize("reward", [None, HUGE, -HUGE, "high"], ids=["none", "huge", "low", "word"])

@@ -23,6 +23,7 @@ from grpo_engine.wire.codec import write_atomically
 from grpo_engine.wire.run_folder import crash_report_file, crash_report_files, keeper_state_file, service_log
 from grpo_engine.wire.secrets import MIN_SECRET_CHARS, longest_first, masked_argv, masked_text, secret_values
 from grpo_engine.wire.supervisor import GpuStatus, RunStatus, ServiceState, ServiceStatus
+from grpo_engine.wire.terminal_text import printable
 from grpo_tui.keeper_process import on_one_line
 from grpo_tui.run_files.log_file import last_lines
 from grpo_tui.run_files.metrics import latest_metrics
@@ -376,8 +377,8 @@ def write_report(
             facts=machine_facts(run_folder),
             oom_kills=oom_kills,
         )
-        text = masked_text(text, secrets(launches.values(), os.environ))
-        write_atomically(path, text.encode(errors="replace"), mode=0o600)
+        text = printable(masked_text(text, secrets(launches.values(), os.environ)), keep="\n\t")
+        write_atomically(path, text.encode(), mode=0o600)
         _drop_surplus(run_folder, service)
     except OSError as error:
         log.error("%s: cannot write the crash report: %s; free some space", path, error.strerror or error)

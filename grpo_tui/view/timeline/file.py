@@ -56,7 +56,8 @@ MARK_KINDS = {
     ServiceState.BACKOFF: MarkKind.WARNING,
     ServiceState.FAILED: MarkKind.FAILURE,
 }
-_TIME = re.compile(rb'"time":([\d.eE+]+)')
+_TIME = re.compile(rb'"time":(\d{1,11}(?:\.\d+)?)[,}]')
+"""As `Time` bounds it: of a line that claims any other a sample would be shown at no moment that a clock has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
