@@ -7,8 +7,9 @@ run beside the supervisor. At random moments one process is killed (`kill -9`): 
 once, as by a reboot; each kind once in a random order, then again. One kill in four comes before the run has recovered
 from the one before. This program does what a user would: it attaches where there is no supervisor, and resumes where
 the run has ended. Then the run trains to its end, and these must hold: each step is in the curve once; every group that
-the rollout API accepted was trained as often as its buffer promises (`once`: exactly once, or it is still queued); no
-process, port, shared memory or temporary file is left. Else the exit code is 1, and the folder of the run is kept.
+the rollout API accepted was trained as often as its buffer promises: exactly once (`once`, and `window`, which never is
+full here), or four times (`replay`); those that are still queued as often as the store says. No process, port, shared
+memory or temporary file is left. Else the exit code is 1, and the folder of the run is kept.
 """
 
 from __future__ import annotations
@@ -297,23 +298,23 @@ def count(folder: Path, tap: GroupTap, buffer: str, faults: list[str]) -> dict[s
     lines = [RolloutLine.model_validate_json(line) for line in (folder / ROLLOUTS_FILE).read_text().splitlines()]
     trained = Counter(trained_fingerprint(line) for line in lines)
     in_steps = Counter((line.step, trained_fingerprint(line)) for line in lines)
-    queued: Counter[Fingerprint] = Counter(stored_groups(folder / ROLLOUT_STORE))
-    lost = tap.accepted - trained - queued
-    twice = Counter({group: uses for group, uses in trained.items() if uses > MOST_USES[buffer]})
+    stored = dict(stored_groups(folder / ROLLOUT_STORE))
+    queued = Counter(stored.keys())
+    promised = {group: stored.get(group, MOST_USES[buffer]) for group in tap.accepted | trained | queued}
+    lost = Counter(group for group in tap.accepted | queued if trained[group] < promised[group])
+    twice = Counter(group for group, uses in trained.items() if uses > promised[group])
     twice += Counter({group: uses for (_, group), uses in in_steps.items() if uses > 1})
-    if buffer == "once":
-        twice += trained & queued
     strangers = trained.keys() - tap.accepted.keys() - tap.unanswered.keys()
     counts = {
         "accepted": tap.accepted.total(),
         "trained": trained.total(),
         "queued at the end": queued.total(),
         "accepted without an answer": ((trained | queued) & tap.unanswered).total(),
-        "lost": lost.total(),
+        "lost, or trained too seldom": lost.total(),
         "trained too often": len(twice),
         "never accepted": len(strangers),
     }
-    for name in ("trained too often", "never accepted", *(("lost",) if buffer == "once" else ())):
+    for name in ("lost, or trained too seldom", "trained too often", "never accepted"):
         if counts[name]:
             faults.append(f"{counts[name]} groups: {name}")
     whole = {step: number for step, number in Counter(line.step for line in lines).items() if number != BATCH_GROUPS}
@@ -322,10 +323,12 @@ def count(folder: Path, tap: GroupTap, buffer: str, faults: list[str]) -> dict[s
     return counts
 
 
-def stored_groups(path: Path) -> Iterator[Fingerprint]:
+def stored_groups(path: Path) -> Iterator[tuple[Fingerprint, int]]:
+    """Groups of the store, and in how many batches that were acknowledged each was."""
+    query = "SELECT body, coalesce(number, 0) FROM bodies LEFT JOIN uses USING (id)"
     with sqlite3.connect(path) as database:
-        for (body,) in database.execute("SELECT body FROM bodies"):
-            yield posted_fingerprint(json.loads(body))
+        for body, uses in database.execute(query):
+            yield posted_fingerprint(json.loads(body)), uses
 
 
 def metrics(folder: Path) -> list[MetricsLine]:
