@@ -8,13 +8,12 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 
 import httpx
 from pydantic import BaseModel
 
 from grpo_engine.environments.peers import Peer, read, request_until_answered
+from grpo_engine.environments.status_requests import ANSWER_S, BatchLimits, StatusRequests, request_status
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import Message
 from grpo_engine.wire.rollouts import (
@@ -23,34 +22,14 @@ from grpo_engine.wire.rollouts import (
     EvaluationAnswer,
     RegisterEnvironmentRequest,
     RegisterEnvironmentResponse,
-    SamplingLimit,
     ScoredGroup,
+    StatusRequest,
 )
 
 log = logging.getLogger(__name__)
 
 _COMPRESS_FROM_BYTES = 1024
 _REGISTER_EVERY_S = 0.25
-_ANSWER_S = 60.0
-"""Longer than the API holds a post while its queue is full."""
-
-
-class BatchLimits(Message):
-    """Answer of `GET /info`; -1 before a trainer registered."""
-
-    batch_size: int
-    max_token_len: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """What an environment says of itself with each request of its status, by the keys of the request."""
-
-    sampled: int
-    """Groups that it samples or has yet to post."""
-    wanted_items: int
-    """That it would start now."""
-    groups_per_item: int
 
 
 class WandbInfo(Message):
@@ -63,13 +42,13 @@ class WandbInfo(Message):
 class RolloutApi:
     """Client of the rollout API."""
 
-    def __init__(self, http: httpx.AsyncClient, *, turns: asyncio.Semaphore | None = None) -> None:
+    def __init__(self, http: httpx.AsyncClient, *, statuses: StatusRequests | None = None) -> None:
         """
         Args:
-            turns: of status requests that are answered at once, of all environments of a process; None: no limit.
+            statuses: requests them for all environments of a process; None: this one asks for its own.
         """
         self._http = http
-        self._turns = turns
+        self._statuses = statuses
         self._peer = Peer("rollout API")
         self.posts_since: float | None = None
         """Unix time at which the post began that is not answered yet."""
@@ -81,6 +60,11 @@ class RolloutApi:
     async def limits(self) -> BatchLimits:
         """The trainer's batch size and longest sequence."""
         return read(BatchLimits, await self._ask("GET", "/info"))
+
+    async def limits_at_status(self) -> BatchLimits:
+        """The limits at the last status, with which they come where it is requested for many environments."""
+        known = self._statuses and self._statuses.limits
+        return known or await self.limits()
 
     async def wandb_info(self) -> WandbInfo:
         """The trainer's project and group at Weights & Biases."""
@@ -100,38 +84,17 @@ class RolloutApi:
                 is_logged = True
             await asyncio.sleep(_REGISTER_EVERY_S)
 
-    async def status(
-        self,
-        env_id: int,
-        *,
-        known: EnvironmentStatus | None = None,
-        wait_s: float = 0.0,
-        demand: Demand,
-        limit: SamplingLimit | None = None,
-    ) -> EnvironmentStatus:
-        """Step, queue and evaluation; the API may hold its answer for `wait_s` while they are as `known`.
+    async def status(self, request: StatusRequest) -> EnvironmentStatus:
+        """Step, queue and evaluation; the API may hold its answer for `wait_s` while there is no news.
 
         It counts the time for which it holds the answer as time in which the environment has nothing to do.
-
-        Args:
-            demand: what it samples, and would start; where staleness is bounded, the answer says what it may start.
-            limit: what keeps it from sampling more; with it, the answer says how many batches ahead it may sample.
 
         Raises:
             UnknownEnvironment: register again.
         """
-        body: dict[str, float | int | str] = {"env_id": env_id, "wait_s": wait_s, **asdict(demand)}
-        if limit is not None:
-            body["limit"] = limit
-        if known is not None and wait_s > 0:
-            body |= {"current_step": known.current_step, "queue_size": known.queue_size}
-            body |= {"evaluation": known.evaluation.id} if known.evaluation else {}
-
-        async def ask() -> httpx.Response:
-            return await self._http.request("GET", "/status-env", json=body, timeout=_ANSWER_S)
-
-        async with nullcontext() if self._turns is None or wait_s > 0 else self._turns:
-            return read(EnvironmentStatus, await request_until_answered(ask, self._peer))
+        if self._statuses is not None:
+            return await self._statuses.ask(request)
+        return await request_status(self._http, self._peer, request)
 
     async def post(self, groups: Sequence[ScoredGroup]) -> None:
         """Post one or several groups, compressed if that makes them smaller; one call at a time.
@@ -148,7 +111,7 @@ class RolloutApi:
                 body, headers = packed, {**headers, "Content-Encoding": "gzip"}
 
         async def send() -> httpx.Response:
-            return await self._http.post(path, content=body, headers=headers, timeout=_ANSWER_S)
+            return await self._http.post(path, content=body, headers=headers, timeout=ANSWER_S)
 
         self.posts_since = time.time()
         try:
@@ -175,7 +138,7 @@ class RolloutApi:
         content = json.model_dump_json().encode() if json else None
         headers = {"Content-Type": "application/json"} if content else None
         return await request_until_answered(
-            lambda: self._http.request(method, path, content=content, headers=headers, timeout=_ANSWER_S), self._peer
+            lambda: self._http.request(method, path, content=content, headers=headers, timeout=ANSWER_S), self._peer
         )
 
 

@@ -23,6 +23,7 @@ from grpo_engine.environments.runner import ASK_EVERY_S, Progress, Runner
 from grpo_engine.environments.sampling.policy import Opponent
 from grpo_engine.environments.sampling.prompts import Tokenizer, check_template
 from grpo_engine.environments.sampling.scoring import end_scoring
+from grpo_engine.environments.status_requests import StatusRequests
 from grpo_engine.environments.tasks.concurrency import first_error, gather_all
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
 from grpo_engine.environments.trainer_link import Outbox
@@ -36,9 +37,6 @@ from grpo_engine.wire.token_clients import open_async_client
 
 _MOST_ASKED_PER_S = 25
 """Status requests of all environments of this process that only wait for what they sample."""
-_ASKED_AT_ONCE = 8
-"""Status requests of all environments of this process that wait for an answer at a time: a post wakes up to 64 of them,
-and each takes about a millisecond of the event loop, on which the next post waits."""
 _LONGEST_ASK_S = 10.0
 """Below `liveness_s` of the API, after which an environment counts as gone."""
 
@@ -124,12 +122,12 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
             )
         progress = Progress()
         outbox = Outbox(RolloutApi(api)) if config.copies > 1 else None
-        turns = asyncio.Semaphore(_ASKED_AT_ONCE) if config.copies > 1 else None
+        statuses = StatusRequests(api) if config.copies > 1 else None
         runners = [
             Runner(
                 each,
                 tokenizer,
-                RolloutApi(api, turns=turns),
+                RolloutApi(api, statuses=statuses),
                 inference,
                 opponent,
                 None if opponent_http is None else RolloutApi(opponent_http),
@@ -141,7 +139,9 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
         ]
         reporter = Reporter.from_environment(os.environ)
         reporter.ask_waiting = runners[0].waiting
-        working = asyncio.create_task(_run_all(runners, None if outbox is None else outbox.post(progress.posted)))
+        shared = [] if outbox is None else [outbox.post(progress.posted)]
+        shared += [] if statuses is None else [statuses.run()]
+        working = asyncio.create_task(_run_all(runners, shared))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, working.cancel)
@@ -156,21 +156,21 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
     return 0
 
 
-async def _run_all(runners: Sequence[Runner], posting: Coroutine[Any, Any, None] | None) -> None:
+async def _run_all(runners: Sequence[Runner], shared: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run several environments to their end.
 
     Args:
-        posting: posts the groups of all of them; None: each posts its own.
+        shared: posts groups and requests statuses for all of them, until it is cancelled.
 
     Raises:
         GrpoError: of the first that fails, which ends the others.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
-            poster = None if posting is None else tasks.create_task(posting)
+            for_all = [tasks.create_task(each) for each in shared]
             await gather_all(runner.run() for runner in runners)
-            if poster is not None:
-                poster.cancel()
+            for each in for_all:
+                each.cancel()
     except* GrpoError as group:
         raise first_error(group) from None
 

@@ -35,6 +35,10 @@ class UnknownEnvironment(PeerError):
     """The rollout API does not know this environment's id: it was reset, or lost its store."""
 
 
+class NoStatusList(PeerError):
+    """The rollout API answers for one environment at a time, as stock ones do."""
+
+
 class UnknownEvaluation(PeerError):
     """The rollout API does not know the evaluation: it is closed, or the API was reset."""
 
@@ -77,6 +81,7 @@ class Attempts:
             PeerUnavailable: there is none, or its status is 500 or more.
             UnknownEnvironment: 404 for an environment.
             UnknownEvaluation: 404 for an evaluation.
+            NoStatusList: there is no route for many environments.
             PeerError: any other 4xx.
         """
         asked = time.monotonic()
@@ -140,7 +145,10 @@ def _accepted(answer: httpx.Response, peer: str) -> httpx.Response:
         raise UnknownEnvironment(answer.text[:200])
     if answer.status_code == httpx.codes.NOT_FOUND and "/evaluations/" in path:
         raise UnknownEvaluation(answer.text[:200])
-    if answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED) and path.endswith("/generate"):
+    is_missing = answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED)
+    if is_missing and path.endswith("/status-env-list"):
+        raise NoStatusList(answer.text[:200])
+    if is_missing and path.endswith("/generate"):
         address = str(request.url).removesuffix("/generate")
         raise PeerError(f"{peer}: POST /generate answered {answer.status_code}: {wrong_server(address)}")
     raise PeerError(

@@ -225,7 +225,9 @@ class Runner:
         await asyncio.sleep(max(0.0, _MIN_ASK_S - passed))
         is_one_of_many = self._ask_every_s > ASK_EVERY_S  # whose queue changes all the time, with nothing new to do
         waits = is_unchanged or (is_one_of_many and bool(self._workers))
-        if waits and passed < self._ask_every_s and not self._has_news.is_set():
+        # An API that held its answer has waited already.
+        longest = self._ask_every_s if self._workers else ASK_EVERY_S
+        if waits and passed < longest and not self._has_news.is_set():
             try:
                 async with asyncio.timeout(self._ask_every_s):
                     await self._has_news.wait()

@@ -11,14 +11,21 @@ import logging
 from collections.abc import Callable, Sequence
 
 from grpo_engine.environments.ahead import Ahead
-from grpo_engine.environments.clients import BatchLimits, Demand, RolloutApi
+from grpo_engine.environments.clients import RolloutApi
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.evaluator import Evaluator
 from grpo_engine.environments.peers import UnknownEnvironment
 from grpo_engine.environments.sampling.prompts import room_for_completion
 from grpo_engine.environments.sampling.sample import num_groups
+from grpo_engine.environments.status_requests import BatchLimits
 from grpo_engine.errors import ConfigError
-from grpo_engine.wire.rollouts import EnvironmentStatus, RegisterEnvironmentRequest, SamplingLimit, ScoredGroup
+from grpo_engine.wire.rollouts import (
+    EnvironmentStatus,
+    RegisterEnvironmentRequest,
+    SamplingLimit,
+    ScoredGroup,
+    StatusRequest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -142,19 +149,22 @@ class TrainerLink:
         )
         self.env_id = answer.env_id
         log.info("registered as %s (id %s), step %s", answer.wandb_name, answer.env_id, answer.starting_step)
-        await self.update_limits()
+        self._set_limits(await self.api.limits())
 
     async def update_limits(self) -> None:
-        """Fetch the trainer's limits.
+        """Fetch the trainer's limits, unless they came with the status.
 
         Raises:
             ConfigError: no group fits into a batch of the trainer.
         """
-        self._limits = await self.api.limits()
-        if 0 < self._limits.batch_size < self.config.group_size:
+        self._set_limits(await self.api.limits_at_status())
+
+    def _set_limits(self, limits: BatchLimits) -> None:
+        self._limits = limits
+        if 0 < limits.batch_size < self.config.group_size:
             raise ConfigError(
                 f"group_size ({self.config.group_size}) is more than the trainer's batch_size "
-                f"({self._limits.batch_size}): no group fits into a batch; lower group_size or raise batch_size"
+                f"({limits.batch_size}): no group fits into a batch; lower group_size or raise batch_size"
             )
 
     async def update_status(self, num_workers: int, *, may_hold: bool) -> bool:
@@ -173,21 +183,21 @@ class TrainerLink:
         may_hold = may_hold and is_idle and known is not None and not self.is_evaluation_to_come
         if known is not None and known.may_start is None and self.room(num_workers):
             may_hold = False
-        demand = Demand(
+        request = StatusRequest(
+            env_id=self.env_id,
             sampled=self._num_unposted,
             wanted_items=0 if known is None or self.is_done else self._idle_workers(num_workers),
             groups_per_item=self.num_per_item,
-        )
-        wait_s = _HOLD_S if may_hold else 0.0
-        limit = self._ahead.limit(
-            idle_workers=self._idle_workers(num_workers) if known else 1, of_servers=self._limit_of_servers()
+            limit=self._ahead.limit(
+                idle_workers=self._idle_workers(num_workers) if known else 1, of_servers=self._limit_of_servers()
+            ),
         )
         try:
-            self.status = await self.api.status(self.env_id, known=known, wait_s=wait_s, demand=demand, limit=limit)
+            self.status = await self.api.status(_waiting(request, known) if may_hold and known else request)
         except UnknownEnvironment:
             log.warning("the rollout API no longer knows this environment; registering again")
             await self.register()
-            self.status = await self.api.status(self.env_id, demand=demand, limit=limit)
+            self.status = await self.api.status(request.model_copy(update={"env_id": self.env_id}))
         self._log_change(known)
         return known is not None and known.current_step != self.status.current_step
 
@@ -245,6 +255,18 @@ class TrainerLink:
         """One of its groups was posted."""
         self._num_unposted -= 1
         self._notify()
+
+
+def _waiting(request: StatusRequest, known: EnvironmentStatus) -> StatusRequest:
+    """The request of an environment that has nothing to do until there is news."""
+    return request.model_copy(
+        update={
+            "wait_s": _HOLD_S,
+            "current_step": known.current_step,
+            "queue_size": known.queue_size,
+            "evaluation": known.evaluation.id if known.evaluation else None,
+        }
+    )
 
 
 def _num_tokens(group: ScoredGroup) -> int:

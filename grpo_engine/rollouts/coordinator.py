@@ -36,6 +36,7 @@ from grpo_engine.rollouts.validation import CheckedGroup, Refusal
 from grpo_engine.serving.reporting import Reporter
 from grpo_engine.wire.rollouts import (
     BatchesAhead,
+    EnvironmentReport,
     EnvironmentStatus,
     EvaluationAnswer,
     EvaluationOrder,
@@ -43,7 +44,6 @@ from grpo_engine.wire.rollouts import (
     IdleTimes,
     RegisterEnvironmentRequest,
     RegisterRequest,
-    SamplingLimit,
 )
 from grpo_engine.wire.supervisor import VersionsInFlight
 
@@ -77,6 +77,15 @@ class Delivery:
     """Groups that were dropped since the batch before, too old and in no batch."""
     ahead: BatchesAhead | None
     """How far environments may sample ahead, where that is decided here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StatusRequest:
+    """A request of an environment for its status."""
+
+    report: EnvironmentReport
+    number: int
+    """Of its requests for slots."""
 
 
 class Coordinator:
@@ -287,66 +296,74 @@ class Coordinator:
             self._notify()
         return record
 
-    async def environment_status(
-        self,
-        env_id: int,
-        *,
-        wait_s: float = 0.0,
-        known: tuple[int, int, str | None] | None = None,
-        says_idle: bool = False,
-        demand: Demand | None = None,
-        limit: SamplingLimit | None = None,
-    ) -> EnvironmentStatus | None:
-        """Step, queue and evaluation as an environment sees them; None when there is none of that id.
+    async def environment_statuses(
+        self, reports: Sequence[EnvironmentReport], *, wait_s: float = 0.0, says_idle: bool = False
+    ) -> list[EnvironmentStatus | None]:
+        """Step, queue and evaluation as each environment sees them; None for an id that is not registered.
 
         Args:
-            wait_s: hold the answer up to this long while there is no more to do than at what is `known`: current_step,
-                queue_size (more groups are not news), and the id of the evaluation that it has yet to answer.
-            says_idle: whether it has nothing to do when, and only when, it waits.
-            demand: what it samples, and would start; that it may start some of it is news too.
-            limit: what keeps it from sampling more, where it follows the number of batches ahead.
+            wait_s: hold the answer up to this long while there is no news for any of them; that it may start groups is
+                news too.
+            says_idle: whether they have nothing to do when, and only when, they wait.
         """
         deadline = asyncio.get_running_loop().time() + wait_s
-        number = self._num_asked[env_id] = self._num_asked.get(env_id, 0) + (demand is not None)
-
-        def startable() -> int | None:
-            if demand is None or self._num_asked[env_id] != number:  # a later request knows more of what it samples
-                return None
-            return self.state.num_startable(env_id, demand, time.time())
-
-        def granted(status: EnvironmentStatus | None) -> EnvironmentStatus | None:
-            num_groups = startable()
-            if status is None or num_groups is None:
-                return status
-            self.state.grant_slots(env_id, num_groups)
-            return status.model_copy(update={"may_start": num_groups})
-
-        def is_news() -> bool:
-            if startable():
-                return True
-            status = self.state.environment_status(env_id, time.time(), is_heard=False)
-            if status is None:
-                return True
-            evaluation = status.evaluation.id if status.evaluation else None
-            if known is None or (status.current_step, evaluation) != (known[0], known[2]):
-                return True
-            return status.queue_size < known[1]
-
-        if limit is not None:
-            self.state.report_limit(env_id, limit)
-        status = self.state.environment_status(env_id, time.time())
-        if says_idle:
-            self._idle.note(env_id)
-        if demand is not None and self.state.report_sampling(env_id, demand.num_sampled):
+        requests = [self._numbered(report) for report in reports]
+        for report in reports:
+            if report.limit is not None:
+                self.state.report_limit(report.env_id, report.limit)
+        statuses = [self.state.environment_status(report.env_id, time.time()) for report in reports]
+        for report in reports if says_idle else ():
+            self._idle.note(report.env_id)
+        # All of them, not up to the first that frees slots.
+        freed = {self.state.report_sampling(each.env_id, each.sampled) for each in reports if each.sampled is not None}
+        if True in freed:
             self._waiters.notify()
-        if wait_s <= 0 or is_news():
-            return granted(status)
-        with self._idle.waiting(env_id):
-            await self._waiters.until(is_news, deadline)
-        # The environment may have disconnected meanwhile; a request from before must not mark it as connected again.
+
+        def is_any_news() -> bool:
+            return any(map(self._is_news, requests))
+
+        if wait_s <= 0 or is_any_news():
+            return [self._granted(request, status) for request, status in zip(requests, statuses, strict=True)]
+        with contextlib.ExitStack() as stack:
+            for report in reports:
+                stack.enter_context(self._idle.waiting(report.env_id))
+            await self._waiters.until(is_any_news, deadline)
+        return [self._granted(request, self._status_after_wait(request.report.env_id)) for request in requests]
+
+    def _numbered(self, report: EnvironmentReport) -> _StatusRequest:
+        has_demand = report.sampled is not None
+        number = self._num_asked[report.env_id] = self._num_asked.get(report.env_id, 0) + has_demand
+        return _StatusRequest(report=report, number=number)
+
+    def _startable(self, request: _StatusRequest) -> int | None:
+        """Groups that its environment may start; None where it did not ask, or has asked again since then: a later
+        request knows more of what it samples."""
+        report = request.report
+        if report.sampled is None or self._num_asked[report.env_id] != request.number:
+            return None
+        demand = Demand(
+            num_sampled=report.sampled, num_items=report.wanted_items, groups_per_item=report.groups_per_item
+        )
+        return self.state.num_startable(report.env_id, demand, time.time())
+
+    def _is_news(self, request: _StatusRequest) -> bool:
+        if self._startable(request):
+            return True
+        status = self.state.environment_status(request.report.env_id, time.time(), is_heard=False)
+        return status is None or request.report.is_news(status)
+
+    def _granted(self, request: _StatusRequest, status: EnvironmentStatus | None) -> EnvironmentStatus | None:
+        num_groups = self._startable(request)
+        if status is None or num_groups is None:
+            return status
+        self.state.grant_slots(request.report.env_id, num_groups)
+        return status.model_copy(update={"may_start": num_groups})
+
+    def _status_after_wait(self, env_id: int) -> EnvironmentStatus | None:
+        """The environment may have disconnected: a request from before must not mark it as connected again."""
         record = self.state.environments.get(env_id)
         is_heard = record is not None and record.is_connected
-        return granted(self.state.environment_status(env_id, time.time(), is_heard=is_heard))
+        return self.state.environment_status(env_id, time.time(), is_heard=is_heard)
 
     async def add_groups(
         self,

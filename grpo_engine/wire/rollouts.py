@@ -35,6 +35,11 @@ Name = Annotated[str, Field(max_length=256), AfterValidator(_is_printable)]
 MAX_SEQUENCES = 2**20
 """Bound on a batch or group, far above practical sizes: forming a batch takes memory proportional to its size."""
 
+MAX_WAIT_S = 20.0
+"""Longest time for which a request is held."""
+MAX_REPORTS = 1000
+"""Environments of a request for statuses."""
+
 FIRST_BATCHES_AHEAD, MOST_BATCHES_AHEAD = 3, 8
 """Batches that environments sample ahead where neither they nor a staleness bound fix it: at the start, as stock ones
 do, and at most. With 8 an 8B trainer beside vLLM on one H200 waited 0.02 s a step instead of 0.54, at a staleness of
@@ -206,6 +211,58 @@ class EnvironmentStatus(Message):
     """True once the trainer has its last batch; only sent to environments that take slots."""
     ahead: BatchesAhead | None = None
     """Only sent to environments that said what limits them; absent where staleness has a bound."""
+
+
+class EnvironmentReport(Message):
+    """What an environment says of itself as it asks for its status; a stock one sends only its id.
+
+    With what it knows of its status, its request may be held until there is news.
+    """
+
+    env_id: Whole
+    current_step: Whole | None = None
+    queue_size: Whole | None = None
+    evaluation: str | None = None
+    """Id of the evaluation that it knows and has yet to answer."""
+    sampled: Whole | None = Field(None, ge=0, le=MAX_SEQUENCES)
+    """Groups that it samples or has yet to post, so that it can be granted slots for more."""
+    wanted_items: Whole = Field(0, ge=0)
+    """Items that it would start now."""
+    groups_per_item: Whole = Field(1, ge=1, le=MAX_SEQUENCES)
+    limit: SamplingLimit | None = None
+    """What keeps it from sampling more, so that it is told how many batches it may sample ahead."""
+
+    def is_news(self, status: EnvironmentStatus) -> bool:
+        """Whether the status says more than it knows; more groups in the queue are not news."""
+        evaluation = status.evaluation.id if status.evaluation else None
+        if self.queue_size is None or (status.current_step, evaluation) != (self.current_step, self.evaluation):
+            return True
+        return bool(status.may_start) or status.queue_size < self.queue_size
+
+
+class StatusRequest(EnvironmentReport):
+    """Body of `GET /status-env`."""
+
+    wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S)
+    """Hold the answer for this long while there is no news."""
+
+
+class StatusListRequest(Message):
+    """Body of `POST /status-env-list`, of a process with many environments."""
+
+    environments: list[EnvironmentReport] = Field(max_length=MAX_REPORTS)
+    wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S)
+    """Hold the answer for this long while there is no news for any of them."""
+
+
+class StatusList(Message):
+    """Answer of `POST /status-env-list`."""
+
+    batch_size: Whole
+    """This and the next as `GET /info` has them."""
+    max_token_len: Whole
+    environments: list[EnvironmentStatus | None]
+    """In the order of the request; null: it is not registered."""
 
 
 class ScoredGroup(Message):

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import Field
 from starlette.requests import ClientDisconnect
 
 from grpo_engine.rollouts.config import ApiConfig
@@ -25,7 +24,6 @@ from grpo_engine.rollouts.coordinator import Coordinator
 from grpo_engine.rollouts.http import bodies
 from grpo_engine.rollouts.metrics import metrics_text
 from grpo_engine.rollouts.state.outcomes import Placed
-from grpo_engine.rollouts.state.slots import Demand
 from grpo_engine.rollouts.stock import responses
 from grpo_engine.rollouts.storage.store import Store
 from grpo_engine.rollouts.validation import CheckedGroup, Refusal, read_group, read_groups
@@ -35,7 +33,7 @@ from grpo_engine.serving.reporting import Reporter
 from grpo_engine.wire.codec import Message
 from grpo_engine.wire.inference import PolicyVersion
 from grpo_engine.wire.rollouts import (
-    MAX_SEQUENCES,
+    MAX_WAIT_S,
     POST_HEADER,
     EnvironmentStatus,
     EvaluationAnswer,
@@ -43,13 +41,13 @@ from grpo_engine.wire.rollouts import (
     EvaluationState,
     RegisterEnvironmentRequest,
     RegisterRequest,
-    SamplingLimit,
     ScoredGroup,
+    StatusList,
+    StatusListRequest,
+    StatusRequest,
     Whole,
 )
 
-MAX_WAIT_S = 20.0
-"""Longest time for which a request is held."""
 BODIES_AT_ONCE = 2
 """Of the longest that are accepted; more wait, so that unfinished ones do not add up in memory."""
 MAX_NAMES = 100
@@ -62,24 +60,6 @@ class EnvironmentId(Message):
     """Body of routes for one environment."""
 
     env_id: Whole
-
-
-class StatusRequest(EnvironmentId):
-    """Body of `/status-env`; stock environments send only the id, and are answered at once."""
-
-    wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S)
-    """Hold the answer for this long while step and evaluation are as below and the queue is not shorter."""
-    current_step: Whole | None = None
-    queue_size: Whole | None = None
-    evaluation: str | None = None
-    """Id of the evaluation that the client knows and has yet to answer."""
-    sampled: Whole | None = Field(None, ge=0, le=MAX_SEQUENCES)
-    """Groups that it samples or has yet to post, so that it can be granted slots for more."""
-    wanted_items: Whole = Field(0, ge=0)
-    """Items that it would start now."""
-    groups_per_item: Whole = Field(1, ge=1, le=MAX_SEQUENCES)
-    limit: SamplingLimit | None = None
-    """What keeps it from sampling more, so that it is told how many batches it may sample ahead."""
 
 
 def make_app(config: ApiConfig, store: Store, reporter: Reporter | None = None) -> FastAPI:
@@ -216,26 +196,24 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
                 raise Refusal(422, 'the body must be {"env_id": <integer>}, also with GET', "malformed") from None
 
         query = await bodies.parsed(request, read, max_bytes=config.max_body_bytes)
-        known = None
-        if query.current_step is not None and query.queue_size is not None:
-            known = (query.current_step, query.queue_size, query.evaluation)
-        demand = None
-        if query.sampled is not None:
-            demand = Demand(
-                num_sampled=query.sampled, num_items=query.wanted_items, groups_per_item=query.groups_per_item
-            )
-        status = await _coordinator(request).environment_status(
-            query.env_id,
-            wait_s=query.wait_s,
-            known=known,
-            says_idle="wait_s" in query.model_fields_set,
-            demand=demand,
-            limit=query.limit,
-        )
+        coordinator, says_idle = _coordinator(request), "wait_s" in query.model_fields_set
+        (status,) = await coordinator.environment_statuses([query], wait_s=query.wait_s, says_idle=says_idle)
         if status is None:
             raise Refusal(404, f"environment {query.env_id} is not registered: POST /register-env", "unknown_id")
         # Only environments that evaluate or take slots receive more than the six stock keys.
         return Response(status.model_dump_json(exclude_none=True), media_type="application/json")
+
+    @app.post(
+        "/status-env-list",
+        response_model=StatusList,
+        openapi_extra=bodies.described(StatusListRequest.model_json_schema()),
+    )
+    async def status_env_list(request: Request) -> Response:
+        body = await bodies.message(request, StatusListRequest, max_bytes=config.max_body_bytes)
+        coordinator = _coordinator(request)
+        statuses = await coordinator.environment_statuses(body.environments, wait_s=body.wait_s, says_idle=True)
+        answer = StatusList(**responses.info(coordinator.state.run), environments=statuses)
+        return Response(answer.model_dump_json(exclude_none=True), media_type="application/json")
 
     group_schema = ScoredGroup.model_json_schema()
 
@@ -355,11 +333,11 @@ def _refuse_superseded(coordinator: Coordinator, uuid: int | None) -> None:
 
 def _small(coordinator: Coordinator, groups: Sequence[CheckedGroup], placed: Sequence[Placed]) -> list[Placed]:
     """Where the groups went that are smaller than their environment's group size, and so pass through its buffer."""
-    sizes = {record.id: record.group_size for record in coordinator.state.environments.values()}
+    records = coordinator.state.environments
     return [
         each
         for each, group in zip(placed, groups, strict=bool(placed))
-        if group.env_id is not None and group.num_sequences < sizes.get(group.env_id, 0)
+        if group.env_id in records and group.num_sequences < records[group.env_id].group_size
     ]
 
 

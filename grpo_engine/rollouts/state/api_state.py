@@ -148,6 +148,8 @@ class ApiState:
         self.ahead = SamplingAhead()
         self._limits: dict[int, SamplingLimit] = {}
         """By environments that follow it: what limits them."""
+        self._last_limit: tuple[_Alive, SamplingLimit | None] | None = None
+        """What limits those that are live, counted again only where it may have changed."""
         self._asked_since: float | None = None
         """Since when the trainer has asked for a batch that there was not."""
         self._delivered_at: float | None = None
@@ -486,20 +488,24 @@ class ApiState:
 
     def report_limit(self, env_id: int, limit: SamplingLimit) -> None:
         """An environment that follows the number of batches ahead says what keeps it from sampling more."""
-        if env_id in self.environments:
+        if env_id in self.environments and self._limits.get(env_id) is not limit:
             self._limits[env_id] = limit
+            self._last_limit = None
 
     def batches_ahead(self, now: float) -> BatchesAhead | None:
         """How far environments may sample ahead; None where staleness has a bound, or none of them follows it."""
-        if self.selection.staleness_bound(self.run) is not None or not self._limits.keys() & self._alive(now).ids:
+        limit = self._sampling_limit(now)
+        if limit is None or self.selection.staleness_bound(self.run) is not None:
             return None
-        return self.ahead.current(self._sampling_limit(now))
+        return self.ahead.current(limit)
 
     def _sampling_limit(self, now: float) -> SamplingLimit | None:
-        """What limits the live environments: the number itself, as long as it limits one of them."""
-        live = self._alive(now).ids
-        limits = {limit for env_id, limit in self._limits.items() if env_id in live}
-        return next((limit for limit in _SAMPLING_LIMITS if limit in limits), None)
+        """What limits the live environments: the number itself, as long as it limits one of them; None: none says."""
+        alive = self._alive(now)
+        if self._last_limit is None or self._last_limit[0] is not alive:
+            limits = {limit for env_id, limit in self._limits.items() if env_id in alive.ids}
+            self._last_limit = alive, next((limit for limit in _SAMPLING_LIMITS if limit in limits), None)
+        return self._last_limit[1]
 
     # --- slots -----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import pytest
 from environment_runs import at_work, served_run, settings
 from rollout_fakes import fake_inference
 
-from grpo_engine.environments.clients import Demand, RolloutApi
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import parse_flags
@@ -97,32 +96,3 @@ async def test_a_few_connections_are_one_pool() -> None:
     assert isinstance(many, SpreadTransport)
     for each in (few, many):
         await each.aclose()
-
-
-async def test_copies_ask_in_turns_for_statuses_that_are_answered_at_once_and_not_for_held_ones() -> None:
-    """Up to 64 of them asked at once after a post, and the next post waited until the event loop had served all."""
-    asked, answered = 0, asyncio.Event()
-
-    async def answer(request: httpx.Request) -> httpx.Response:
-        nonlocal asked
-        asked += 1
-        await answered.wait()
-        status = dict.fromkeys(("current_step", "queue_size", "self_queue_size", "max_group_size"), 0)
-        return httpx.Response(200, json={**status, "unallocated_fraction": 0.0, "env_weight": 1.0})
-
-    async def all_have_asked() -> None:
-        for _ in range(50):
-            await asyncio.sleep(0)
-
-    turns, demand = asyncio.Semaphore(2), Demand(sampled=0, wanted_items=1, groups_per_item=1)
-    http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://api")
-    async with http, asyncio.TaskGroup() as tasks:
-        for env_id in range(5):
-            tasks.create_task(RolloutApi(http, turns=turns).status(env_id, demand=demand))
-        await all_have_asked()
-        assert asked == 2
-        tasks.create_task(RolloutApi(http, turns=turns).status(5, wait_s=5.0, demand=demand))
-        await all_have_asked()
-        assert asked == 3
-        answered.set()
-    assert asked == 6

@@ -100,6 +100,39 @@ async def test_an_environment_that_waits_for_slots_is_answered_when_they_are_fre
         assert await waiting == 2
 
 
+async def test_many_environments_get_their_statuses_and_slots_with_one_request() -> None:
+    async with api_with_bound(0, batch_size=8) as api:
+        envs = [await join(api, desired_name=f"sums-{number}") for number in range(3)]
+        asked = [{"env_id": env_id, "sampled": 0, "wanted_items": 99} for env_id in (*envs, 9)]
+        answer = (await api.post("/status-env-list", json={"environments": asked})).json()
+        limits = (await api.get("/info")).json()
+        assert {name: answer[name] for name in limits} == limits
+        *statuses, unknown = answer["environments"]
+        assert unknown is None
+        assert [each["may_start"] for each in statuses] == [2, 2, 0], "what one takes, the next one does not"
+        sampled = [{"env_id": env_id, "sampled": 2} for env_id in envs[:2]]
+        again = (await api.post("/status-env-list", json={"environments": sampled})).json()["environments"]
+        alone = [(await api.request("GET", "/status-env", json=each)).json() for each in sampled]
+        assert again == alone
+
+
+async def test_a_request_of_many_is_held_until_there_is_news_for_one_of_them() -> None:
+    async with api_with_bound(0) as api:
+        idle, busy = await join(api, desired_name="idle"), await join(api, desired_name="busy")
+        assert await may_start(api, busy, wanted=1) == 1
+        assert await may_start(api, idle, wanted=1) == 1
+        known = {"current_step": 0, "queue_size": 0}
+        wanted = {idle: 0, busy: 1}
+        asked = [{"env_id": env_id, "sampled": 1, "wanted_items": wanted[env_id], **known} for env_id in wanted]
+        body = {"wait_s": 20, "environments": asked}
+        waiting = asyncio.create_task(api.post("/status-env-list", json=body))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert await may_start(api, idle, sampled=0, wanted=0) == 0, "its group was not worth sending"
+        statuses = (await waiting).json()["environments"]
+        assert [each.get("may_start") for each in statuses] == [None, 1], "of idle a later request knows more"
+
+
 async def test_what_an_environment_lost_is_free_once_it_says_so_or_is_gone() -> None:
     async with api_with_bound(0) as api:
         first, second = await join(api), await join(api, desired_name="products")
