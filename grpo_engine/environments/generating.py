@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.items.source import ItemSource
-from grpo_engine.environments.sampling.groups import scored_group
+from grpo_engine.environments.sampling.groups import NotFinite, scored_group
 from grpo_engine.environments.sampling.policy import Inference, Opponent, Policy, PromptTooLong
 from grpo_engine.environments.sampling.prompts import Tokenizer
 from grpo_engine.environments.sampling.sample import (
@@ -18,11 +19,14 @@ from grpo_engine.environments.sampling.sample import (
     without_empty,
 )
 from grpo_engine.environments.tasks.base import Item
-from grpo_engine.errors import ConfigError
+from grpo_engine.errors import ConfigError, GrpoError
 from grpo_engine.wire.rollouts import ScoredGroup
 
+log = logging.getLogger(__name__)
+
 _MAX_SKIPPED_ITEMS = 100
-"""Consecutive items that are too long; with more, the limit is wrong and not the items."""
+"""Consecutive items that are too long, or whose log-probabilities are not finite: with more, the limit or the model is
+wrong, and not the items."""
 
 
 class GroupGenerator:
@@ -44,6 +48,8 @@ class GroupGenerator:
         """Groups of each item, those that are dropped included."""
         self.num_too_long = 0
         """Items that were left out, since their prompt leaves no room for a completion."""
+        self.num_not_finite = 0
+        """Items that were left out, since a sampled token had no finite log-probability."""
 
     def progress(self) -> str:
         """What the curriculum and the filter say of themselves, for a log line."""
@@ -57,6 +63,7 @@ class GroupGenerator:
 
         Raises:
             ConfigError: none of `_MAX_SKIPPED_ITEMS` consecutive prompts leaves room.
+            NotFinite: a log-probability of each of so many consecutive items is not finite.
             GrpoError: the inference server refuses a request, or a reward is not finite.
         """
         item, own, _ = await self._sample(longest, None)
@@ -117,6 +124,7 @@ class GroupGenerator:
             longest_of_opponent: as `longest`, of an opponent that is trained too; None: it is not.
         """
         config = self._config
+        last: GrpoError
         for _ in range(_MAX_SKIPPED_ITEMS):
             item = self._source.next()
             seeds = f"{config.seed}/{self._source.num_drawn}" if config.seed_completions else None
@@ -127,8 +135,19 @@ class GroupGenerator:
                 return item, await sample_item(policy, item, config.group_size, opponent=opponent), []
             except PromptTooLong as error:
                 self.num_too_long += 1
-                num_tokens = error.num_tokens
-        raise ConfigError(
-            f"max_token_length: {_MAX_SKIPPED_ITEMS} prompts in a row leave no room within {longest} tokens "
-            f"(the last has {num_tokens}): raise it, or the trainer's seq_len"
-        )
+                last = error
+            except NotFinite as error:
+                self.num_not_finite += 1
+                last = error
+                if self.num_not_finite.bit_count() == 1:  # 1, 2, 4, …
+                    log.warning(
+                        "items left out until now, without finite log-probabilities: %d (%s)",
+                        self.num_not_finite,
+                        error,
+                    )
+        if isinstance(last, PromptTooLong):
+            raise ConfigError(
+                f"max_token_length: {_MAX_SKIPPED_ITEMS} prompts in a row leave no room within {longest} tokens "
+                f"(the last has {last.num_tokens}): raise it, or the trainer's seq_len"
+            )
+        raise last

@@ -16,9 +16,12 @@ from grpo_engine.environments.sampling.sample import Rollouts, num_groups, sampl
 from grpo_engine.environments.tasks.base import Item
 from grpo_engine.environments.tasks.concurrency import gather_all
 from grpo_engine.errors import ConfigError, GrpoError
-from grpo_engine.wire.rollouts import EvaluationAnswer, EvaluationOrder
+from grpo_engine.wire.rollouts import MAX_SEQUENCES, EvaluationAnswer, EvaluationOrder
 
 log = logging.getLogger(__name__)
+
+_MOST_COMPLETIONS = 1 << 24
+"""Of one evaluation, whose order may be any token holder's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +103,14 @@ class HeldOutMeasure:
     async def _all_prompts(self, order: EvaluationOrder, longest: int) -> list[Measured]:
         """Sample every prompt, with as many requests at a time as for training groups."""
         if self._num_items_wanted != order.num_prompts:
-            self._items = await asyncio.to_thread(held_out_items, self._config.task, order.num_prompts)
+            num_prompts = min(order.num_prompts, MAX_SEQUENCES)  # of some tasks there is any number
+            self._items = await asyncio.to_thread(held_out_items, self._config.task, num_prompts)
             self._num_items_wanted = order.num_prompts
+        if (num_wanted := len(self._items) * order.num_samples) > _MOST_COMPLETIONS:
+            raise ConfigError(
+                f"eval_samples: {order.num_samples:,} completions of {len(self._items):,} prompts are {num_wanted:,}, "
+                f"more than {_MOST_COMPLETIONS:,}: lower it, or eval_prompts"
+            )
         self.num_unstarted = len(self._items)
         slots = asyncio.Semaphore(max(1, self._config.max_workers // num_groups(self._config.task)))
         asked = await gather_all(

@@ -242,6 +242,7 @@ class Runner:
         else:
             own, of_other = await self._groups.next_of_both(self._own.longest, self._other.longest)
         self._progress.num_too_long = self._groups.num_too_long
+        self._progress.num_not_finite = self._groups.num_not_finite
         for link in links:
             num_dropped = link.end_item(own if link is self._own else of_other)
             if link is self._own:
@@ -269,6 +270,8 @@ class Progress:
         """Groups with equal scores, where those are dropped, or whose seat never had a turn."""
         self.num_too_long = 0
         """Items whose prompt leaves no room for a completion."""
+        self.num_not_finite = 0
+        """Items with a log-probability that is not finite."""
         self._rewards: deque[float] = deque(maxlen=_PROGRESS_GROUPS)
         self._lengths: deque[float] = deque(maxlen=_PROGRESS_GROUPS)
         self._logged_at = time.monotonic()
@@ -299,7 +302,7 @@ class Progress:
             return
         self._logged_at, self._logged_groups = now, self.num_groups
         log.info(
-            "step %d: %d groups sent, %d queued; last %d: reward %.3f, %.1f tokens%s%s%s",
+            "step %d: %d groups sent, %d queued; last %d: reward %.3f, %.1f tokens%s%s%s%s",
             status.current_step,
             self.num_groups,
             status.self_queue_size,
@@ -308,5 +311,6 @@ class Progress:
             sum(self._lengths) / len(self._lengths),
             f"; {self.num_dropped} dropped (equal scores)" if self.num_dropped else "",
             f"; {self.num_too_long} items too long" if self.num_too_long else "",
+            f"; {self.num_not_finite} items without finite log-probabilities" if self.num_not_finite else "",
             "".join(f"; {text}" for text in more if text),
         )

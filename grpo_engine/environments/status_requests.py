@@ -23,6 +23,7 @@ from grpo_engine.wire.rollouts import (
     StatusList,
     StatusListRequest,
     StatusRequest,
+    Whole,
 )
 
 ANSWER_S = 60.0
@@ -34,8 +35,8 @@ _INTERVAL_S = 0.02
 class BatchLimits(Message):
     """Answer of `GET /info`; -1 before a trainer registered."""
 
-    batch_size: int
-    max_token_len: int
+    batch_size: Whole
+    max_token_len: Whole
 
 
 async def request_status(http: httpx.AsyncClient, peer: Peer, request: StatusRequest) -> EnvironmentStatus:

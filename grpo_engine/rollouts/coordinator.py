@@ -25,7 +25,6 @@ from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.idle_clock import IdleClock
 from grpo_engine.rollouts.metrics import Counters
 from grpo_engine.rollouts.state.api_state import ApiState
-from grpo_engine.rollouts.state.evaluations import fault_of
 from grpo_engine.rollouts.state.outcomes import Handout, Placed, Registered
 from grpo_engine.rollouts.state.records import EnvironmentRecord, Lease, Stored
 from grpo_engine.rollouts.state.slots import Demand
@@ -455,7 +454,7 @@ class Coordinator:
         environment = self.state.environments.get(answer.env_id)
         if environment is None:
             raise Refusal(404, f"environment {answer.env_id} is not registered: POST /register-env", "unknown_id")
-        fault = fault_of(answer, record.order)
+        fault = answer.fault(record.order)
         if fault is not None:
             raise Refusal(422, f"environment {answer.env_id} ({environment.name}): {fault}", "malformed")
         answered = self.state.answer_evaluation(answer, time.time())

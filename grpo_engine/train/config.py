@@ -257,7 +257,7 @@ class TrainConfig(Config):
     """Evaluate on held-out prompts every so many steps, before the first and after the last; 0: never."""
     eval_prompts: int = Field(64, ge=1)
     """Held-out prompts of each environment."""
-    eval_samples: int = Field(4, ge=1)
+    eval_samples: int = Field(4, ge=1, le=2**20)
     """Completions of each: the k of avg@k and pass@k."""
     eval_timeout_s: float = Field(1800.0, gt=0)
     """Seconds to wait for an evaluation before it is skipped."""

@@ -80,6 +80,9 @@ class Evaluator:
             self._source.close_evaluation(order)
         if state is None:
             return {}
+        if (fault := _fault(state, order)) is not None:
+            log.warning("evaluation of step %d: the rollout API has another answer: %s; skipped", step, fault)
+            return {}
         for problem in answer_problems(state):
             log.warning("evaluation of step %d: %s", step, problem)
         metrics = evaluation_metrics(state)
@@ -174,8 +177,16 @@ def summary(step: int, metrics: dict[str, float]) -> str:
     return f"evaluated step {step}: {', '.join(shown)} ({size}{metrics['eval/time']:.1f} s)"
 
 
+def _fault(state: EvaluationState, order: EvaluationOrder) -> str | None:
+    """How the answers of a rollout API that did not check them fail the order; None where they match it."""
+    if state.order != order:
+        return f"order {state.order.id} of step {state.order.step}"
+    faults = (named.answer.fault(order) for named in state.answers)
+    return next((fault for fault in faults if fault is not None), None)
+
+
 def _usable(state: EvaluationState) -> list[NamedAnswer]:
-    return [named for named in state.answers if named.answer.rewards]
+    return [named for named in state.answers if named.answer.problem is None and named.answer.rewards]
 
 
 def _by_name(answers: Sequence[NamedAnswer]) -> dict[str, EvaluationAnswer]:

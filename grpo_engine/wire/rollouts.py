@@ -8,6 +8,7 @@ send nor read them. Evaluations are an extension too: the trainer orders one, en
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -99,7 +100,7 @@ class RegisterEnvironmentResponse(Message):
     """Answer of `POST /register-env` once the trainer has asked for its first batch."""
 
     status: str
-    env_id: int | None = None
+    env_id: Whole | None = None
     wandb_name: str | None = None
     checkpoint_dir: str | None = None
     starting_step: int | None = None
@@ -118,7 +119,7 @@ class EvaluationOrder(Message):
     """Policy version that inference serves during it."""
     num_prompts: Whole = Field(ge=1)
     """Held-out prompts of each environment, or all that it has."""
-    num_samples: Whole = Field(ge=1)
+    num_samples: int = Field(ge=1, le=MAX_SEQUENCES)
     """Completions per prompt."""
 
 
@@ -140,6 +141,28 @@ class EvaluationAnswer(Message):
     """Seconds from the order to the last completion."""
     problem: str | None = None
     """Why there are no results."""
+
+    def fault(self, order: EvaluationOrder) -> str | None:
+        """How it does not match its order; None when it does."""
+        if self.problem is not None:
+            return None
+        num_prompts = len(self.rewards)
+        if not 1 <= num_prompts <= order.num_prompts:
+            return f"rewards: {num_prompts} prompts where 1 to {order.num_prompts} were ordered"
+        tables: dict[str, Sequence[Sequence[object]]] = {
+            "rewards": self.rewards,
+            "lengths": self.lengths,
+            "truncated": self.truncated,
+        }
+        if self.policy_versions is not None:
+            tables["policy_versions"] = self.policy_versions
+        for name, rows in tables.items():
+            if len(rows) != num_prompts:
+                return f"{name}: {len(rows)} entries for {num_prompts} prompts"
+            for index, row in enumerate(rows):
+                if len(row) != order.num_samples:
+                    return f"{name}: prompt {index} has {len(row)} entries where {order.num_samples} were ordered"
+        return None
 
 
 class NamedAnswer(Message):
@@ -198,7 +221,7 @@ class EnvironmentStatus(Message):
     unallocated_fraction: float
     self_queue_size: Whole
     max_group_size: Whole
-    env_weight: FiniteFloat
+    env_weight: float = Field(ge=-1e6, le=1e6)
     evaluation: EvaluationOrder | None = None
     """The order that the environment has yet to answer; this key and the next are only sent to environments that
     evaluate."""

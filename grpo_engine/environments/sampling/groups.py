@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.inference import GenerateResponse, LogprobsMode
-from grpo_engine.wire.rollouts import MASKED_LABEL, MASKED_LOGPROB, ScoredGroup
+from grpo_engine.wire.rollouts import LARGEST_WHOLE, MASKED_LABEL, MASKED_LOGPROB, ScoredGroup, Whole
+
+
+class NotFinite(PeerError):
+    """A sampled token has no finite log-probability, as of a model whose weights or activations overflow."""
 
 
 class Completions(GenerateResponse):
     """Answer of `/generate`; stock servers send neither version nor logprobs_mode, and theirs is `raw`."""
 
-    policy_version: int | None = None  # type: ignore[assignment]
+    logprobs: list[list[list[dict[str, float]]]] | None = None
+    """Finite where `check_completions` accepts them."""
+    policy_version: Annotated[Whole, Field(ge=0)] | None = None  # type: ignore[assignment]
     logprobs_mode: LogprobsMode = "raw"
 
 
@@ -99,6 +108,7 @@ def check_completions(completions: Completions, count: int, server: str) -> None
 
     Raises:
         PeerError: it has another number of completions, or one of them is malformed; the message names the server.
+        NotFinite: a log-probability is not finite.
     """
     lists = {name: getattr(completions, name) for name in _PER_COMPLETION}
     for name, entries in lists.items():
@@ -109,7 +119,9 @@ def check_completions(completions: Completions, count: int, server: str) -> None
             continue
         tokens, _ = tokens_and_logprobs(completions, index, server)
         versions = None if completions.policy_versions is None else completions.policy_versions[index]
-        if versions is not None and (len(versions) != len(tokens) or not all(0 <= each < 2**63 for each in versions)):
+        if versions is not None and (
+            len(versions) != len(tokens) or not all(0 <= each <= LARGEST_WHOLE for each in versions)
+        ):
             raise PeerError(
                 f"{server}: the {len(tokens)} tokens of completion {index} need a policy version each, from 0 up; it "
                 f"has {len(versions)}"
@@ -156,6 +168,7 @@ def tokens_and_logprobs(
 
     Raises:
         PeerError: there are no log-probabilities, not one per token, or one is of no token.
+        NotFinite: one is not finite.
     """
     if completions.logprobs is None or index >= len(completions.logprobs):
         raise PeerError(f"{server}: /generate answered without logprobs, though the request has logprobs: 0")
@@ -167,6 +180,11 @@ def tokens_and_logprobs(
             raise PeerError(
                 f"{server}: completion {index}, token {len(tokens)}: its log-probability is of {token[:20]!r}, which "
                 "is no token id"
+            )
+        if not math.isfinite(logprob):
+            raise NotFinite(
+                f"{server}: completion {index}, token {len(tokens)}: its log-probability is {logprob}, so the model "
+                "overflows: look at the trainer's loss, and at the dtype of the server"
             )
         tokens.append(int(token))
         logprobs.append(logprob)

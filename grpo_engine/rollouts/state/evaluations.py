@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from grpo_engine.rollouts.state.records import EnvironmentRecord, EvaluationRecord
-from grpo_engine.wire.rollouts import EvaluationAnswer, EvaluationOrder, EvaluationState, NamedAnswer
+from grpo_engine.wire.rollouts import EvaluationState, NamedAnswer
 
 SETTLE_S = 1.0
 """Environments that wait for the trainer register within a quarter of a second of each other."""
@@ -70,26 +70,3 @@ def state_of(
         missing=sorted({each.desired_name for each in gone}),
         unable=[each.name for each in live if not each.evaluates],
     )
-
-
-def fault_of(answer: EvaluationAnswer, order: EvaluationOrder) -> str | None:
-    """How an answer does not match its order; None when it does."""
-    if answer.problem is not None:
-        return None
-    num_prompts = len(answer.rewards)
-    if not 1 <= num_prompts <= order.num_prompts:
-        return f"rewards: {num_prompts} prompts where 1 to {order.num_prompts} were ordered"
-    tables: dict[str, Sequence[Sequence[object]]] = {
-        "rewards": answer.rewards,
-        "lengths": answer.lengths,
-        "truncated": answer.truncated,
-    }
-    if answer.policy_versions is not None:
-        tables["policy_versions"] = answer.policy_versions
-    for name, rows in tables.items():
-        if len(rows) != num_prompts:
-            return f"{name}: {len(rows)} entries for {num_prompts} prompts"
-        for index, row in enumerate(rows):
-            if len(row) != order.num_samples:
-                return f"{name}: prompt {index} has {len(row)} entries where {order.num_samples} were ordered"
-    return None

@@ -1,0 +1,151 @@
+"""Answers of a server with values that none of ours sends: they are errors that say what is wrong, or are left out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from environment_runs import served_run, settings
+from fastapi import FastAPI
+from fastapi.responses import Response
+from rollout_fakes import FakeTokenizer, fake_inference
+from training import settings as train_settings
+
+from grpo_engine.data.source import RolloutApiSource
+from grpo_engine.environments import generating
+from grpo_engine.environments.main import work
+from grpo_engine.environments.measuring import HeldOutMeasure
+from grpo_engine.environments.sampling.groups import Completions, NotFinite, check_completions
+from grpo_engine.environments.status_requests import BatchLimits
+from grpo_engine.errors import PeerError
+from grpo_engine.train.evaluation import Evaluator
+from grpo_engine.wire.codec import Message
+from grpo_engine.wire.rollouts import EnvironmentStatus, EvaluationOrder, RegisterEnvironmentResponse
+
+ONE = {"text": ["ab"], "prompt": "", "finish_reasons": ["stop"], "logprobs": [[[{"7": -0.5}], [{"0": -0.5}]]]}
+ANSWERED = {"rewards": [[1.0, 0.0]], "lengths": [[1, 1]], "truncated": [[False, False]]}
+STATUS = {
+    "current_step": 0,
+    "queue_size": 0,
+    "unallocated_fraction": 1.0,
+    "self_queue_size": 0,
+    "max_group_size": 2,
+    "env_weight": 1.0,
+}
+
+
+def with_nan(fake: FastAPI, is_wrong: Iterator[bool]) -> FastAPI:
+    """The same server, of whose answers some have a log-probability that is not a number."""
+
+    @fake.middleware("http")
+    async def spoil(request: Any, call_next: Any) -> Response:
+        answer = await call_next(request)
+        body = b"".join([part async for part in answer.body_iterator])
+        if request.url.path == "/generate" and next(is_wrong):
+            body = body.replace(b"-0.5", b"NaN")
+        return Response(body, answer.status_code, media_type="application/json")
+
+    return fake
+
+
+async def test_an_item_whose_log_probabilities_are_not_finite_is_left_out_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    spoiled = with_nan(fake_inference(lambda prompt, index: "ab"[index % 2]), (number < 3 for number in range(10**6)))
+    with served_run(spoiled) as (api, inference, source):
+        working = asyncio.create_task(work(settings(api, inference, max_workers=1), FakeTokenizer()))
+        batch = await asyncio.to_thread(source.next_batch, 60)
+        assert batch
+        working.cancel()
+        assert await working == 0
+    said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(said) == 2  # of the first and the second
+    assert "completion 0, token 0: its log-probability is nan, so the model overflows" in said[0]
+
+
+async def test_a_model_without_finite_log_probabilities_ends_the_environment_with_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generating, "_MAX_SKIPPED_ITEMS", 5)
+    spoiled = with_nan(fake_inference(lambda prompt, index: "ab"), iter([True] * 10**4))
+    with served_run(spoiled) as (api, inference, _):
+        async with asyncio.timeout(60):
+            with pytest.raises(NotFinite, match="its log-probability is nan, so the model overflows"):
+                await work(settings(api, inference), FakeTokenizer())
+
+
+@pytest.mark.parametrize("version", [2**53 + 1, 2**63, -1])
+def test_a_policy_version_that_no_json_keeps_is_the_fault_of_the_server(version: int) -> None:
+    answer = Completions.model_validate({**ONE, "policy_versions": [[version, version]]})
+    with pytest.raises(PeerError, match="need a policy version each, from 0 up"):
+        check_completions(answer, 1, "inference server")
+    with pytest.raises(ValueError, match="policy_version"):
+        Completions.model_validate({**ONE, "policy_version": version})
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [
+        (RegisterEnvironmentResponse, {"status": "success", "env_id": 10**400}),
+        (BatchLimits, {"batch_size": 10**400, "max_token_len": 64}),
+        (EnvironmentStatus, {**STATUS, "env_weight": -1e308}),
+    ],
+)
+def test_numbers_of_a_rollout_api_that_an_environment_cannot_reckon_with_are_refused(
+    kind: type[Message], answer: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"env_id|batch_size|env_weight"):
+        kind.model_validate(answer)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rewards": [[1.0]]},
+        {"rewards": [[]]},
+        {"rewards": [[1.0, 2.0], [3.0]]},
+        {"lengths": []},
+        {"truncated": []},
+        {"policy_versions": []},
+        {"order": {"id": "other", "step": 0, "policy_version": 0, "num_prompts": 1, "num_samples": 2**20}},
+    ],
+    ids=str,
+)
+def test_an_evaluation_that_does_not_match_its_order_is_skipped(
+    wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(404, request=request)
+        ordered = json.loads(request.content) if request.content else {}
+        state = {
+            "order": {**ordered, **wrong.get("order", {})},
+            "is_over": True,
+            "answers": [
+                {"environment": "a_0", "desired_name": "a", "answer": {"env_id": 0, **ANSWERED, **wrong}},
+            ],
+            "waiting_for": [],
+            "missing": [],
+            "unable": [],
+        }
+        return httpx.Response(200, json=state, request=request)
+
+    config = train_settings(eval_every=1, eval_prompts=1, eval_samples=2)
+    with RolloutApiSource("http://api", transport=httpx.MockTransport(answer)) as source:
+        assert Evaluator(config, source).measure_if_due(0, 0) == {}
+    assert "evaluation of step 0: the rollout API has another answer" in caplog.text
+
+
+async def test_an_order_of_more_completions_than_fit_in_memory_is_answered_with_the_reason() -> None:
+    config = settings("http://api", "http://inference", eval_temperature=0.0)
+    measure = HeldOutMeasure(config, FakeTokenizer(), None)  # type: ignore[arg-type]
+    order = EvaluationOrder(id="a", step=0, policy_version=0, num_prompts=100, num_samples=2**20)
+    answer = await measure.answer(order, longest=64, env_id=0)
+    assert answer.problem is not None
+    assert "lower it, or eval_prompts" in answer.problem
