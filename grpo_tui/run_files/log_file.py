@@ -21,7 +21,9 @@ import nothing, has the pattern of the first line.
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +36,9 @@ the log is as before, but for its oldest part."""
 HEADER_START = "=== capped · ".encode()
 ATTEMPT_START = ATTEMPT_OPENING.encode()
 """How lines begin that the supervisor and keepers write, not the service."""
+LINE_END = re.compile(r"[\r\n]")
+MAX_SEARCHED_CHARS = 16_384
+"""Of a line in which a pattern is searched at once, holding the GIL: some take time in proportion to the square."""
 LAST_LINES = 8
 LAST_LINE_BYTES = 1024
 """Read for each line that is wanted."""
@@ -113,6 +118,13 @@ def read_part(descriptor: int, start: int, max_bytes: int, *, with_header: bool 
         data = os.pread(descriptor, length, offset - now.dropped)
         if place(descriptor).dropped == now.dropped:  # else the log was capped between the two reads
             return Part(data, offset, now)
+
+
+def searched_lines(data: bytes) -> Iterator[str]:
+    """The lines of a part, also those that a progress bar overwrote; one that is too long to be searched in pieces."""
+    for line in LINE_END.split(data.decode(errors="replace")):
+        for start in range(0, len(line) or 1, MAX_SEARCHED_CHARS):
+            yield line[start : start + MAX_SEARCHED_CHARS]
 
 
 def last_lines(path: Path, offset: int, num_lines: int = LAST_LINES) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import re
 import signal
 import ssl
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -22,14 +23,14 @@ from urllib.parse import SplitResult, urlsplit
 from grpo_engine.wire.supervisor import ProbeOutcome
 from grpo_engine.wire.tcp_sockets import stranger_behind, who_has
 from grpo_engine.wire.terminal_text import printable
-from grpo_tui.run_files.log_file import read_part
+from grpo_tui.run_files.log_file import place, read_part, searched_lines
 from grpo_tui.services.base import Probe
 from grpo_tui.supervisor.keeper.client import end_of
 from grpo_tui.supervisor.keeper.orphans import own_children
 from grpo_tui.supervisor.keeper.proc import identify
 
 MAX_LOG_PART_BYTES = 4 * 1024 * 1024
-"""Searched per probe at most; also the longest line that is matched whole."""
+"""Searched at a time."""
 STATUS_LINE = re.compile(rb"HTTP/\d(?:\.\d)? (\d{3})\b")
 MAX_BODY_BYTES = 4096
 BODY_WITHIN_S = 1.0
@@ -169,15 +170,20 @@ class LogSearch:
         self._offset = offset
         self._pattern = re.compile(pattern)
         self._is_found = False
+        self._one_at_a_time = threading.Lock()
 
     def search(self) -> Answer:
         """Search the lines written since the last call, and the unfinished last line.
 
         An unfinished line is searched again until it ends. Parts that were dropped to cap the log are skipped; a log
-        that was emptied by hand is searched from its start.
+        that was emptied by hand is searched from its start. While an earlier call is searching, as where a service
+        prints faster than that goes, nothing is.
         """
-        if not self._is_found:
-            self._is_found = self._search()
+        if not self._is_found and self._one_at_a_time.acquire(blocking=False):
+            try:
+                self._is_found = self._search()
+            finally:
+                self._one_at_a_time.release()
         return Answer.to_yes_or_no(
             self._is_found, f"log {'contains' if self._is_found else 'does not contain'} {self._pattern.pattern!r}"
         )
@@ -185,10 +191,10 @@ class LogSearch:
     def _search(self) -> bool:
         try:
             with self._log.open("rb") as file:
+                end = place(file.fileno()).end
                 while True:
                     part = read_part(file.fileno(), self._offset, MAX_LOG_PART_BYTES, with_header=False)
-                    lines = re.split(r"[\r\n]", part.data.decode(errors="replace"))
-                    if any(self._pattern.search(line) for line in lines):
+                    if any(self._pattern.search(line) for line in searched_lines(part.data)):
                         return True
                     ended = 1 + max(part.data.rfind(b"\n"), part.data.rfind(b"\r"))
                     if len(part.data) < MAX_LOG_PART_BYTES:
@@ -196,6 +202,8 @@ class LogSearch:
                         return False
                     # A line that is too long is searched in pieces.
                     self._offset = part.offset + (ended or len(part.data))
+                    if self._offset >= end:
+                        return False
         except FileNotFoundError:
             return False
 

@@ -23,12 +23,15 @@ from grpo_engine.wire.supervisor import RunState
 from grpo_tui.client.lives import copy_checkpoint, copy_item_state
 from grpo_tui.client.local import StartRefused
 from grpo_tui.profile.plan_file import Plan
-from grpo_tui.run_files.log_file import last_lines, read_part, written_so_far
+from grpo_tui.run_files import log_file
+from grpo_tui.run_files.log_file import Part, last_lines, read_part, searched_lines, written_so_far
 from grpo_tui.run_files.metrics import all_steps
 from grpo_tui.services.base import ConsoleMetric, Probe
+from grpo_tui.supervisor import probes
 from grpo_tui.supervisor.core import Supervisor
-from grpo_tui.supervisor.probes import Prober
+from grpo_tui.supervisor.probes import LogSearch, Prober
 from grpo_tui.supervisor.progress import Progress
+from grpo_tui.supervisor.report import console_metrics
 from grpo_tui.supervisor.report.console_metrics import ConsoleMetrics, StepReader
 from grpo_tui.supervisor.state_file import read_state
 from grpo_tui.view.comparison import ComparedRun, compare
@@ -108,6 +111,59 @@ async def test_half_a_character_in_the_reason_of_a_probe_does_not_end_the_superv
     assert stored is not None
     assert stored.services[0].why == "not ready within 0.5 s: /health answers 503: out of memory[2J"
     assert "503: out of memory[2J" in (tmp_path / "crash-a-1.txt").read_text()
+
+
+def test_the_search_of_a_log_ends_though_its_service_prints_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each probe takes another thread of the supervisor, and none is left to cap the log or write the state."""
+    log = tmp_path / "a.log"
+    log.write_bytes(b"a line\n")
+    search, parts, seen = LogSearch(log, 0, "never"), [], []
+
+    def grown(descriptor: int, offset: int, *_: object, **__: object) -> Part:
+        assert len(parts) < 9
+        part = read_part(descriptor, offset, 7, with_header=False)
+        parts.append(part)
+        seen.append(search.search())  # by the next probe, meanwhile
+        with log.open("ab") as file:
+            file.write(b"a line\n")
+        return part
+
+    monkeypatch.setattr(probes, "MAX_LOG_PART_BYTES", 7)
+    monkeypatch.setattr(probes, "read_part", grown)
+    assert not search.search().passed
+    assert [part.offset for part in parts] == [0]
+    assert not search.search().passed
+    assert [part.offset for part in parts] == [0, 7]
+    assert not any(answer.passed for answer in seen)
+
+
+def test_a_line_of_megabytes_is_searched_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`adapter.*: step_` takes 150 s in a line of 1 MiB of the word adapter, and nothing else runs meanwhile."""
+    monkeypatch.setattr(log_file, "MAX_SEARCHED_CHARS", 16)
+    assert list(searched_lines(b"a\r\n" + b"b" * 20)) == ["a", "", "b" * 16, "b" * 4]
+    log = tmp_path / "a.log"
+    log.write_bytes(b"a" * 100)
+    assert LogSearch(log, 0, "a{16}").search().passed
+    assert not LogSearch(log, 0, "a{17}").search().passed
+
+
+async def test_a_flood_of_steps_in_the_output_holds_up_no_end_of_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices: list[str] = []
+    (tmp_path / "keepers").mkdir()
+    with open_stage(tmp_path) as stage:
+        launch = stage.launch("true", console={"step": ConsoleMetric(pattern="(x)")})
+        reader = ConsoleMetrics(launch, attempt=1, log_offset=0, run_folder=tmp_path, notice=notices.append)
+    monkeypatch.setattr(console_metrics, "new_part", lambda log, offset: (offset, b"a line\n"))
+    for name in ("POLL_S", "REST_WITHIN_S"):
+        monkeypatch.setattr(console_metrics, name, 0.01)
+    ended = asyncio.Event()
+    ended.set()
+    await reader.run(ended)
+    assert notices == ["it printed faster than its output is read: metrics of its last steps are left out"]
 
 
 READ_PARTS = [

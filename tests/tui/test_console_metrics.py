@@ -16,7 +16,7 @@ from grpo_tui.supervisor.report.console_metrics import (
     StepReader,
     StepRecord,
     WrittenSteps,
-    append_line,
+    append_lines,
     marked_offset,
     written_steps,
 )
@@ -270,7 +270,7 @@ def test_a_line_cut_by_a_crash_leaves_the_others_readable(tmp_path: Path) -> Non
     file = tmp_path / "metrics.jsonl"
     whole = json.dumps({"time": 1.0, "step": 1, "policy_version": 1, "metrics": {"loss": 0.5}})
     file.write_text(whole + "\n" + whole[:20])
-    append_line(file, whole.replace('"step": 1', '"step": 2').encode() + b"\n")
+    append_lines(file, whole.replace('"step": 1', '"step": 2').encode() + b"\n")
     assert written_steps(file, 0).steps == (1, 2)
 
 

@@ -15,7 +15,6 @@ import asyncio
 import math
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from pydantic import ValidationError
 from grpo_engine.wire.codec import to_line, write_atomically
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.run_folder import METRICS_FILE, console_offset_file, service_log
-from grpo_tui.run_files.log_file import read_part
+from grpo_tui.run_files.log_file import read_part, searched_lines
 from grpo_tui.services.base import ConsoleMetric, Launch
 
 STEP = "step"
@@ -34,10 +33,11 @@ POLICY_VERSION = "policy_version"
 POLL_S = 1.0
 MOST_STEPS = 2**63 - 1
 """Largest step and policy version, as in `MetricsLine`."""
+REST_WITHIN_S = 5.0
+"""For what a service has printed when it exits: a service that floods its log must not hold up the end of its run."""
 MAX_PART_BYTES = 1 << 20
 """The log is read in parts of this size; a longer line is read in pieces."""
 
-LINE_END = re.compile(rb"[\r\n]")
 ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\-~])")
 
 
@@ -217,7 +217,7 @@ class ConsoleMetrics:
         self._notice = notice
         self._messages: list[str] = []
         self._reader: StepReader | None = None
-        self._unwritten: deque[StepRecord] = deque()
+        self._unwritten: list[StepRecord] = []
         self._is_fault_reported = False
 
     async def run(self, ended: asyncio.Event) -> None:
@@ -226,33 +226,45 @@ class ConsoleMetrics:
         When cancelled it has written whole lines only, and the next supervisor continues behind them.
         """
         while not ended.is_set():
-            await self._look(is_over=False)
+            has_more = await self._look(is_over=False)
             with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
+                async with asyncio.timeout(0 if has_more else POLL_S):
                     await ended.wait()
-        await self._look(is_over=True)
+        rest_until_s = time.monotonic() + REST_WITHIN_S
+        while await self._look(is_over=True):
+            if time.monotonic() > rest_until_s:
+                self._notice("it printed faster than its output is read: metrics of its last steps are left out")
+                return
 
-    async def _look(self, *, is_over: bool) -> None:
-        await asyncio.to_thread(self._read_on, is_over=is_over)
+    async def _look(self, *, is_over: bool) -> bool:
+        """Read for a while; return whether there is more."""
+        has_more = await asyncio.to_thread(self._read_on, is_over=is_over)
         while self._messages:
             self._notice(self._messages.pop(0))
+        return has_more
 
-    def _read_on(self, *, is_over: bool) -> None:
+    def _read_on(self, *, is_over: bool) -> bool:
         """Read new lines and write their steps; while a step cannot be written, the log is not read further."""
+        until_s = time.monotonic() + POLL_S
         try:
             reader = self._reader = self._reader or self._begin()
             self._write()
-            while lines := self._new_lines(is_over=is_over):
+            has_more = False
+            while not has_more and (lines := self._new_lines(is_over=is_over)):
                 for line in lines:
                     self._unwritten.extend(reader.read(line))
                 self._write()
-            self._unwritten.extend(reader.end() if is_over else reader.settle())
-            self._write()
+                has_more = time.monotonic() > until_s
+            if not has_more:
+                self._unwritten.extend(reader.end() if is_over else reader.settle())
+                self._write()
             self._is_fault_reported = False
+            return has_more
         except OSError as error:
             if not self._is_fault_reported:
                 self._messages.append(f"metrics cannot be written: {error}; they are written once that is fixed")
             self._is_fault_reported = True
+            return False
 
     def _begin(self) -> StepReader:
         written = written_steps(self._metrics_file, marked_offset(self._mark, self._metrics_file))
@@ -266,16 +278,18 @@ class ConsoleMetrics:
         if is_over if is_open_end else not ended:
             ended = len(part)
         self._offset += ended
-        return [line.decode(errors="replace") for line in LINE_END.split(part[:ended])] if ended else []
+        return list(searched_lines(part[:ended])) if ended else []
 
     def _write(self) -> None:
-        while self._unwritten:
-            read = self._unwritten[0]
-            line = MetricsLine(
-                time=time.time(), step=read.step, policy_version=read.policy_version, metrics=dict(read.metrics)
-            )
-            append_line(self._metrics_file, to_line(line))
-            self._unwritten.popleft()
+        if not self._unwritten:
+            return
+        at = time.time()
+        lines = (
+            MetricsLine(time=at, step=read.step, policy_version=read.policy_version, metrics=dict(read.metrics))
+            for read in self._unwritten
+        )
+        append_lines(self._metrics_file, b"".join(map(to_line, lines)))
+        self._unwritten.clear()
 
 
 def new_part(log: Path, offset: int) -> tuple[int, bytes]:
@@ -312,9 +326,9 @@ def written_steps(metrics_file: Path, offset: int) -> WrittenSteps:
     return WrittenSteps(steps=tuple(steps), last=last)
 
 
-def append_line(path: Path, line: bytes) -> None:
-    """Append a line; a torn line before it, from a crash or a full disk, is ended first."""
+def append_lines(path: Path, lines: bytes) -> None:
+    """Append whole lines; a torn line before it, from a crash or a full disk, is ended first."""
     with path.open("ab+") as file:
         if file.tell() and (file.seek(-1, 2), file.read(1))[1] != b"\n":
-            line = b"\n" + line
-        file.write(line)
+            lines = b"\n" + lines
+        file.write(lines)
