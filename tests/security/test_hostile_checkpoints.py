@@ -94,6 +94,23 @@ def test_a_pipe_in_place_of_tensors_is_not_waited_for(step_6: Path) -> None:
         read_state(step_6, "trainer")
 
 
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_a_checkpoint_names_no_tensors_outside_its_folder(step_6: Path, is_absolute: bool) -> None:
+    other = step_6.parent / "trainer-00001.safetensors"
+    (step_6 / other.name).rename(other)
+    state = json.loads((step_6 / "trainer.json").read_text())
+    state["files"] = [str(other) if is_absolute else f"../{other.name}"]
+    (step_6 / "trainer.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=r"trainer-00001.safetensors' is not a file of this folder"):
+        checkpoints.load(step_6, model_name="m")
+
+
+def test_a_checkpoint_names_nothing_of_torch_but_data_types(step_6: Path) -> None:
+    (step_6 / "trainer.json").write_text('{"files": [], "state": {"dtype": "load"}}')
+    with pytest.raises(ValueError, match=r"unknown kind of value: 'dtype': 'load'"):
+        read_state(step_6, "trainer")
+
+
 @HOSTILE
 def test_notes_beside_checkpoints_and_weights_are_read_only_as_far_as_they_can_be(
     tmp_path: Path, damage: Callable[[Path], None]

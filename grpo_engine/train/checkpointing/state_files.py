@@ -66,6 +66,8 @@ def read_state(folder: Path, name: str) -> Any:
     content = json.loads(read_whole(folder / f"{name}.json"))
     tensors: dict[str, Tensor] = {}
     for file in content["files"]:
+        if Path(file).name != file:
+            raise ValueError(f"{file!r} is not a file of this folder")
         open_file(folder / file).close()  # a pipe would hang the reader
         tensors |= load_file(folder / file)
     return _rebuilt(content["state"], tensors)
@@ -155,7 +157,7 @@ def _rebuilt(outline: Any, tensors: dict[str, Tensor]) -> Any:
             return {_rebuilt(key, tensors): _rebuilt(item, tensors) for key, item in content}
         case "float":
             return float(content)
-        case "dtype":
-            return getattr(torch, content)
+        case "dtype" if isinstance(dtype := getattr(torch, content), torch.dtype):
+            return dtype
         case _:
-            raise ValueError(f"unknown kind of value: {kind!r}")
+            raise ValueError(f"unknown kind of value: {kind!r}: {content!r:.300}")
