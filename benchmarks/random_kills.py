@@ -93,8 +93,9 @@ class Kill:
     """One kill, and how long it took until the run was as before."""
 
     at_s: float
-    at_ticks: int
-    """On the clock of the start times in /proc."""
+    before: set[tuple[int, int]]
+    """PIDs and start times of the processes whose successor must be there (a start time alone is 10 ms coarse, and some
+    are there sooner)."""
     kind: str
     pids: list[int]
     step: int
@@ -165,7 +166,7 @@ class Ordeal:
             return None
         hit = found if kind == "everything" else [self.rng.choice(found)]
         services, at = ended_with(kind, hit, status), time.time()
-        at_ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+        before = {(each.pid, each.start_ticks) for each in self.victims(successor_of(kind))}
         for each in hit:
             with suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGKILL)
@@ -173,7 +174,7 @@ class Ordeal:
             await_death(each)
         kill = Kill(
             at_s=time.monotonic() - began,
-            at_ticks=at_ticks,
+            before=before,
             at=at,
             kind=kind,
             services=services,
@@ -187,12 +188,12 @@ class Ordeal:
         """Wait until there is a new process of that kind, what it ran is started again, all is ready, and a step was
         trained since."""
         began = time.monotonic()
-        successor = "supervisor" if kill.kind == "everything" else kill.kind
-        seen_before: set[int] = set()
+        successor = successor_of(kill.kind)
+        seen_before: set[tuple[int, int]] = set()
         status: RunStatus | None = None
         while time.monotonic() - began < RECOVERED_WITHIN_S:
             status = self.help_up()
-            new = {each.pid for each in self.victims(successor) if each.start_ticks > kill.at_ticks}
+            new = {(each.pid, each.start_ticks) for each in self.victims(successor)} - kill.before
             # Twice: between fork and exec a child has the command line of its parent.
             is_back = all((status_of(status, name).started_at or 0.0) > kill.at for name in kill.services)
             if new & seen_before and is_back and is_well(status) and self.last_step() > kill.step:
@@ -351,6 +352,11 @@ def is_well(status: RunStatus) -> bool:
 
 def status_of(status: RunStatus, name: str) -> ServiceStatus:
     return next(each for each in status.services if each.name == name)
+
+
+def successor_of(kind: str) -> str:
+    """The kind of which there is a process again once the run has recovered."""
+    return "supervisor" if kind == "everything" else kind
 
 
 def ended_with(kind: str, hit: Sequence[Stat], status: RunStatus) -> tuple[str, ...]:
