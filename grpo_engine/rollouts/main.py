@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
@@ -77,6 +78,7 @@ def run(config: ApiConfig) -> int:
             ),
             listener,
         )
+        gc.freeze()  # a full collection stops all requests, 50 ms where it looks at every module
         server.run()
     finally:
         for number, handler in previous.items():
