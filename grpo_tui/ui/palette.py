@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.content import Content
 from textual.dom import DOMNode
+from textual.fuzzy import Matcher
 
 from grpo_engine.wire.supervisor import ServiceStatus
 from grpo_tui.ui.keys import FIRST_EVERYWHERE, LAST_EVERYWHERE, PLACES, Key
@@ -71,7 +73,7 @@ class RunCommands(Provider):
         """Yield the commands that are listed before anything is typed."""
         for command in self._commands():
             if command.is_shown_at_once:
-                yield DiscoveryHit(command.words, command.run, help=command.help)
+                yield DiscoveryHit(Content(command.words), command.run, text=command.words, help=command.help)
 
     async def search(self, query: str) -> Hits:
         """Yield commands whose words or help match the query; matches in the help count half."""
@@ -79,7 +81,8 @@ class RunCommands(Provider):
         for command in self._commands():
             score = max(matcher.match(command.words), 0.5 * matcher.match(command.help))
             if score > 0:
-                yield Hit(score, matcher.highlight(command.words), command.run, help=command.help)
+                shown = _highlighted(command.words, matcher)
+                yield Hit(score, shown, command.run, text=command.words, help=command.help)
 
     @property
     def _grpo(self) -> RunApp:
@@ -139,3 +142,11 @@ class RunCommands(Provider):
     async def _show_log(self, name: str) -> None:
         self._grpo.select(name)
         await self._grpo.action_show("run")
+
+
+def _highlighted(words: str, matcher: Matcher) -> Content:
+    """As `Matcher.highlight`, which reads markup: the name of a service may look like it."""
+    content = Content(words)
+    for offset in matcher.fuzzy_search.match(matcher.query, words)[1]:
+        content = content.stylize(matcher.match_style, offset, offset + 1)
+    return content

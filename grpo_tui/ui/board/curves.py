@@ -284,7 +284,7 @@ class CurvesScreen(TextScreen):
 
     def show_message(self, text: str) -> None:
         """Answer a key."""
-        self.notify(text)
+        self.notify(text, markup=False)
 
     def action_turn_metric(self, by: int) -> None:
         """Draw another metric."""

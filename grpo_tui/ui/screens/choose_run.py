@@ -66,7 +66,7 @@ class ChooseRunScreen(ModalScreen[str]):
         runs = await asyncio.to_thread(other_runs, self._run_folder)
         header, options = self.query_one(Static), self.query_one(OptionList)
         if not runs:
-            header.update(f"no other run in {self._run_folder.parent} has metrics yet")
+            header.update(Content(f"no other run in {self._run_folder.parent} has metrics yet"))
         else:
             header.update(Content.styled(_row([title for title, _ in COLUMNS]), "bold"))
         choices = [Option("none: end the comparison", id=NO_RUN)] if self._compared else []

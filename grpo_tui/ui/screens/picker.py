@@ -184,7 +184,7 @@ class PickerApp(ThemedApp[ProfileChoice]):
             what_to_do = (
                 "set EDITOR to another editor" if error.filename == command[0] else "the profile was not opened"
             )
-            self.notify(f"{error.filename}: {error.strerror}; {what_to_do}", severity="error")
+            self.notify(f"{error.filename}: {error.strerror}; {what_to_do}", severity="error", markup=False)
         self._choices = self._read_choices()
         options = self.query_one(OptionList)
         self._list(self.query_one(Input).value)
@@ -225,7 +225,7 @@ class PickerApp(ThemedApp[ProfileChoice]):
         width = min(MAX_NAME_WIDTH, max((len(choice.name) for choice in found), default=0))
         options.add_options(Option(_row(choice, width), id=key) for key, choice in self._listed.items())
         if not found:
-            options.add_option(Option(_nothing(typed), disabled=True))
+            options.add_option(Option(Content(_nothing(typed)), disabled=True))
         options.action_first()
         self._describe()
 
