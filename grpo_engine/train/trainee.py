@@ -22,11 +22,12 @@ from torch import Tensor
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.bridges.transport.saving import own_tensors
 from grpo_engine.data.batching import Batch
-from grpo_engine.errors import GrpoError
+from grpo_engine.errors import CheckpointError, GrpoError
 from grpo_engine.models.config import OptimizerSettings, parse_layer_indices
 from grpo_engine.models.execution import compile_layers, recompute_layers, silence
 from grpo_engine.models.layers import freeze_except_layers
 from grpo_engine.models.loading import load_model
+from grpo_engine.models.optimizer_state import fault_of_state
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
 from grpo_engine.models.places import add_up_copies, equalize_copies, is_split, whole_shape
 from grpo_engine.models.sharded import compute_device, defer_reduction, is_sharded, part_of, part_of_state
@@ -390,6 +391,9 @@ class Trainee:
         """Load the state of a checkpoint; the model's parameters change with the next `write_weights`.
 
         It may be of another number of ranks.
+
+        Raises:
+            CheckpointError: the optimizer lacks an entry, or it has another shape. Damaged values raise many classes.
         """
         with self.ranks.together(RestoreState(state.folder)):
             parameters, own = self._parameters(), self._masters.state_dict()
@@ -403,6 +407,12 @@ class Trainee:
                     for number, values in state.optimizer["state"].items()
                     for name in [self._stepped_names()[number]]
                 }
+            for number, (name, master) in enumerate(self._stepped()):
+                if (fault := fault_of_state(self._optimizer, master, saved.get(number, {}))) is not None:
+                    raise CheckpointError(
+                        f"{state.folder}: the optimizer's state of {name}: {fault}; "
+                        f"remove {state.folder} to resume from the previous checkpoint"
+                    )
             self._masters.load_state_dict(masters)
             groups = self._optimizer.state_dict()["param_groups"]  # settings are of this run, the state is restored
             self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
@@ -418,9 +428,12 @@ class Trainee:
         return self._masters.live_parameters
 
     def _stepped_names(self) -> list[str]:
-        """Names of the parameters in the optimizer's order, by which it numbers its state."""
+        return [name for name, _ in self._stepped()]
+
+    def _stepped(self) -> list[tuple[str, Tensor]]:
+        """The parameters in the optimizer's order, by which it numbers its state, with their names."""
         names = {id(master): name for name, master in self._masters.named_parameters()}
-        return [names[id(master)] for group in self._optimizer.param_groups for master in group["params"]]
+        return [(names[id(master)], master) for group in self._optimizer.param_groups for master in group["params"]]
 
     def load_untrained(self) -> None:
         """Load the weights of the untrained model into the masters, rounded as inference has them at first."""

@@ -9,22 +9,26 @@ import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from training import made_up_groups
+from training import made_up_groups, settings, trainee
 
 from grpo_engine.bridges.memory.bridge_files import read_bridge_file
 from grpo_engine.bridges.memory.stock_bridge_file import is_stock_file, read_stock_file
 from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
 from grpo_engine.errors import BridgeError, CheckpointError, ConfigError, PeerError
+from grpo_engine.models.optimizer_state import fault_of_state
 from grpo_engine.rollouts.storage.store import Store
+from grpo_engine.train.batch import trainable_batch
 from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.checkpointing.journal import Journal, JournalEntry
 from grpo_engine.train.checkpointing.resuming import used_versions
 from grpo_engine.train.checkpointing.state_files import read_state, write_state
 from grpo_engine.train.recording import line_file
 from grpo_engine.train.recording.line_file import LineFile
+from grpo_engine.train.step import gradient_step
 from grpo_engine.wire.checkpoints import CheckpointMarker, JournalHead
 from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.handover import HandoverNote
@@ -92,6 +96,48 @@ def test_a_pipe_in_place_of_tensors_is_not_waited_for(step_6: Path) -> None:
     pipe(step_6 / "trainer-00001.safetensors")
     with pytest.raises(OSError, match="not a regular file"):
         read_state(step_6, "trainer")
+
+
+def of_other_shape(state: dict[str, Any]) -> None:
+    state["exp_avg_sq"] = torch.zeros(3)
+
+
+def of_no_count(state: dict[str, Any]) -> None:
+    state["step"] = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda state: state.pop("exp_avg"), "exp_avg is missing"),
+        (lambda state: state.pop("step"), "step is missing"),
+        (of_no_count, "step is no count"),
+        (of_other_shape, r"exp_avg_sq is \(3,\) instead of \(32, 32\)"),
+        (lambda state: state.update(exp_avg=[1.0]), r"exp_avg is a list instead of \(32, 32\)"),
+    ],
+)
+def test_an_optimizer_state_that_does_not_fit_is_refused_at_the_start_and_names_its_entry(
+    tmp_path: Path, damage: Callable[[dict[str, Any]], None], words: str
+) -> None:
+    one = trainee(settings(batch_size=2, gradient_accumulation_steps=4))
+    gradient_step(one, trainable_batch(made_up_groups(0), 32, vocab_size=64), step=0, policy_version=0)
+    one.save(tmp_path, step=1, policy_version=1, lease="", settings={})
+    state = checkpoints.load(tmp_path / "step_1", model_name="test/model")
+    damage(state.optimizer["state"][0])
+    with pytest.raises(CheckpointError, match=rf"the optimizer's state of model\.embed_tokens\.weight: {words}"):
+        trainee(one.config).restore(state)
+
+
+def test_8_bit_state_has_as_many_scales_as_its_kernel_reads() -> None:
+    parameter = torch.zeros(64, 65)
+    optimizer = torch.optim.SGD([parameter])  # stands for bitsandbytes', which needs a GPU
+    codes = torch.zeros(64, 65, dtype=torch.uint8)
+    state = {"step": 1, "state1": codes, "state2": codes}
+    state |= {name: torch.zeros(17) for name in ("absmax1", "absmax2")}
+    state |= {name: torch.zeros(256) for name in ("qmap1", "qmap2")}
+    assert fault_of_state(optimizer, parameter, state) is None
+    fault = fault_of_state(optimizer, parameter, {**state, "absmax2": torch.zeros(16)})
+    assert fault == "absmax2 is (16,) instead of (17,)"
 
 
 @pytest.mark.parametrize("is_absolute", [True, False])
@@ -180,8 +226,51 @@ def test_a_store_with_sql_of_somebody_else_in_it_is_refused(tmp_path: Path) -> N
         database.execute("DROP TABLE run")
         endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT max(x) AS record FROM c"
         database.execute(f"CREATE VIEW run AS {endless}")
-    with pytest.raises(ConfigError, match=r"has a view 'run', which no rollout database has: move it away"):
+    with pytest.raises(ConfigError, match=r"has a view 'run' that no rollout API has made: move it away"):
         Store(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "sql"),
+    [
+        (
+            "run",
+            "CREATE TABLE run (id INTEGER PRIMARY KEY, record TEXT GENERATED ALWAYS AS (printf('%.*c', 1e9, 'x')))",
+        ),
+        ("leases", "CREATE TABLE leases (id TEXT PRIMARY KEY, record TEXT CHECK (length(printf('%.*c', 1e9, 'x'))))"),
+        ("groups_by_place", "CREATE INDEX groups_by_place ON groups (length(printf('%.*c', 1e9, place)))"),
+        ("other", "CREATE VIRTUAL TABLE other USING fts5(a)"),
+    ],
+)
+def test_a_store_whose_columns_are_computed_is_refused(tmp_path: Path, name: str, sql: str) -> None:
+    path = tmp_path / "rollouts.sqlite"
+    Store(path).close()
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute(f"DROP {'INDEX' if 'INDEX' in sql else 'TABLE'} IF EXISTS {name}")
+        database.execute(sql)
+    with pytest.raises(ConfigError, match=rf"has a (table|index) '{name}' that no rollout API has made"):
+        Store(path)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "groups VALUES (1, 'x', 2, 9, NULL, NULL, 'queue')",
+        "groups VALUES (1, NULL, -5, 9, NULL, NULL, 'queue')",
+        "groups VALUES (1, NULL, 2, 'many', NULL, NULL, 'queue')",
+        "groups VALUES (1, NULL, 2, 9, 1e300, NULL, 'queue')",
+        "uses VALUES (1, 'x', 1)",
+        "posts VALUES (x'00', 'a')",
+    ],
+)
+def test_a_store_with_values_that_no_column_should_have_is_damaged(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "rollouts.sqlite"
+    with closing(Store(path)) as store:
+        store.load()
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute(f"INSERT INTO {row}")
+    with closing(Store(path)) as store, pytest.raises(sqlite3.DatabaseError, match="has values that no rollout API"):
+        store.load()
 
 
 @pytest.mark.parametrize("name", ["checkpoints/step_6/trainer.json", "handover/current/note.json", "wandb/run/id"])

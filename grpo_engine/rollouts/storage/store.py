@@ -21,6 +21,21 @@ from grpo_engine.rollouts.state.records import QUEUE, EnvironmentRecord, Evaluat
 from grpo_engine.wire.codec import failing_fast_adapter
 
 _LAYOUT = 2
+_SQL = "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"
+"""What a file defines; views, triggers, and tables with computed columns have expressions that SQLite evaluates."""
+_WRONG = """
+SELECT 'groups', id FROM groups WHERE NOT (
+  typeof(num_sequences) = 'integer' AND num_sequences BETWEEN 1 AND 1048576
+  AND typeof(num_bytes) = 'integer' AND num_bytes >= 0 AND id >= 0 AND typeof(place) = 'text'
+  AND typeof(env_id) IN ('integer', 'null') AND typeof(policy_version) IN ('integer', 'null')
+  AND typeof(step) IN ('integer', 'null'))
+UNION ALL
+SELECT 'uses', id FROM uses WHERE NOT (typeof(spread) = 'real' AND typeof(number) = 'integer')
+UNION ALL
+SELECT 'posts', rowid FROM posts WHERE NOT (typeof(sender) = 'text' AND typeof(number) = 'text')
+LIMIT 1
+"""
+"""Rows with values of a type that their columns do not keep out: SQLite takes any."""
 _APPLICATION = 0x6772706F  # "grpo": marks our files among other SQLite files
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (id INTEGER PRIMARY KEY CHECK (id = 0), record TEXT NOT NULL);
@@ -83,9 +98,13 @@ class Store:
                 f"--store {path}: not a rollout database of this version (layout {layout}, expected {_LAYOUT}): "
                 "move it away or name another file"
             )
-        foreign = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index')"
-        for kind, name in self._db.execute(foreign):  # SQL that somebody else wrote, which may never end
-            raise ConfigError(f"--store {path}: has a {kind} {name!r}, which no rollout database has: move it away")
+        own = _schema()
+        for kind, name, sql in self._db.execute(_SQL):  # SQL that somebody else wrote may never end
+            if own.get((kind, name)) != sql:
+                raise ConfigError(
+                    f"--store {path}: has a {kind} {name!r} that no rollout API has made: move it away, or name "
+                    "another file"
+                )
 
     @property
     def lost(self) -> str | None:
@@ -117,7 +136,13 @@ class Store:
         self._db.close()
 
     def load(self) -> Stored:
-        """Read everything but the bodies."""
+        """Read everything but the bodies.
+
+        Raises:
+            sqlite3.Error, ValidationError: it is damaged.
+        """
+        for table, number in self._db.execute(_WRONG):
+            raise sqlite3.DatabaseError(f"row {number} of {table} has values that no rollout API writes")
         run = self._db.execute("SELECT record FROM run").fetchone()
         evaluation = self._db.execute("SELECT record FROM evaluation").fetchone()
         latest = self._db.execute("SELECT body FROM bodies ORDER BY id DESC LIMIT 1").fetchone()
@@ -256,3 +281,10 @@ class Store:
     def _delete(self, ids: Sequence[int]) -> None:
         for table in ("groups", "bodies", "uses"):
             self._db.executemany(f"DELETE FROM {table} WHERE id = ?", ((id_,) for id_ in ids))
+
+
+def _schema() -> dict[tuple[str, str], str]:
+    """The SQL of each table and index of a store, as SQLite keeps it."""
+    with contextlib.closing(sqlite3.connect(IN_MEMORY)) as database:
+        database.executescript(_SCHEMA)
+        return {(kind, name): sql for kind, name, sql in database.execute(_SQL)}
