@@ -118,7 +118,7 @@ async def test_many_environments_get_their_statuses_and_slots_with_one_request()
 
 async def test_a_request_of_many_is_held_until_there_is_news_for_one_of_them() -> None:
     async with api_with_bound(0) as api:
-        idle, busy = await join(api, desired_name="idle"), await join(api, desired_name="busy")
+        idle, busy = await join(api, desired_name="idle"), await join(api, desired_name="busy", weight=9.0)
         assert await may_start(api, busy, wanted=1) == 1
         assert await may_start(api, idle, wanted=1) == 1
         known = {"current_step": 0, "queue_size": 0}
@@ -127,6 +127,7 @@ async def test_a_request_of_many_is_held_until_there_is_news_for_one_of_them() -
         body = {"wait_s": 20, "environments": asked}
         waiting = asyncio.create_task(api.post("/status-env-list", json=body))
         await asyncio.sleep(0)
+        await api.post("/status-env-list", json={"environments": []})  # the other one was sent before, and is held now
         assert not waiting.done()
         assert await may_start(api, idle, sampled=0, wanted=0) == 0, "its group was not worth sending"
         statuses = (await waiting).json()["environments"]
@@ -351,6 +352,20 @@ class AnySpeeds(RuleBasedStateMachine):
     def ask_for_slots(self, data: st.DataObject, wanted: int, is_lost: bool) -> None:
         """An answer may be lost: then nothing is started."""
         self.sample(data.draw(st.sampled_from(sorted(self.samplers))), wanted=wanted, is_lost=is_lost)
+
+    @precondition(lambda self: self.samplers)
+    @rule(wanted=st.integers(0, 9), is_lost=st.booleans())
+    def ask_together(self, wanted: int, is_lost: bool) -> None:
+        """As environments of one process do."""
+        reports = [
+            {"env_id": env_id, "sampled": len(sampler.began), "wanted_items": wanted}
+            for env_id, sampler in self.samplers.items()
+        ]
+        statuses = self.ask("POST", "/status-env-list", json={"environments": reports})["environments"]
+        for sampler, status in zip(self.samplers.values(), statuses, strict=True):
+            assert 0 <= status["may_start"] <= wanted
+            if not is_lost:
+                sampler.began += [self.version] * status["may_start"]
 
     @precondition(lambda self: any(sampler.began for sampler in self.samplers.values()))
     @rule(data=st.data(), is_kept=st.integers(0, 3))
