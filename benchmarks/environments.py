@@ -185,6 +185,7 @@ class Run:
             save_checkpoint_interval=0,
             starting_step=step,
             num_steps=10**6,
+            max_staleness=self.options.max_staleness,
         )
 
     def fetch(self, timeout_s: float) -> int:
@@ -307,6 +308,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--delay", type=float, default=8.0)
+    parser.add_argument("--max-staleness", type=int, help="bound of the trainer, so that environments wait for slots")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--inference", help=argparse.SUPPRESS)

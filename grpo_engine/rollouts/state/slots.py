@@ -14,7 +14,7 @@ was connected has said it, or has timed out.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from grpo_engine.rollouts.state.batch_forming import least_sequences
@@ -65,6 +65,11 @@ class Slots:
             unheard: environments that may be sampling, after a restart.
         """
         self._sampled: dict[int, int] = {}
+        self._num_sampled = 0
+        """By all of them."""
+        self._live: frozenset[int] | None = None
+        self._absent: set[int] = set()
+        """Those that sample and are not among `_live`: sought once for a thousand requests, not at each."""
         self._unheard = set(unheard)
         self._supplied_at: dict[int, float] = {}
         """When each environment registered, or posted last."""
@@ -83,12 +88,12 @@ class Slots:
         before = self._sampled.get(env_id, 0)
         was_unheard = env_id in self._unheard
         self._unheard.discard(env_id)
-        self._sampled[env_id] = num_sequences
+        self._set(env_id, num_sequences)
         return num_sequences < before or was_unheard
 
     def grant(self, env_id: int, num_sequences: int) -> None:
         """It may start so many more."""
-        self._sampled[env_id] = self._sampled.get(env_id, 0) + num_sequences
+        self._set(env_id, self._sampled.get(env_id, 0) + num_sequences)
 
     def joined(self, env_id: int, now: float) -> None:
         """An environment registered."""
@@ -98,7 +103,13 @@ class Slots:
         """So many were posted, and count in the queue from now on."""
         self._supplied_at[env_id] = now
         if env_id in self._sampled:
-            self._sampled[env_id] = max(0, self._sampled[env_id] - num_sequences)
+            self._set(env_id, max(0, self._sampled[env_id] - num_sequences))
+
+    def _set(self, env_id: int, num_sequences: int) -> None:
+        if env_id not in self._sampled:
+            self._live = None
+        self._num_sampled += num_sequences - self._sampled.get(env_id, 0)
+        self._sampled[env_id] = num_sequences
 
     def freed(self, now: float) -> None:
         """A batch was trained."""
@@ -108,10 +119,11 @@ class Slots:
         """Sequences that each environment samples."""
         return dict(self._sampled)
 
-    def num_sampled(self, live: Collection[int]) -> int:
+    def num_sampled(self, live: frozenset[int]) -> int:
         """Sequences that these environments sample; those of all others never arrive."""
-        absent = self._sampled.keys() - live
-        return sum(self._sampled.values()) - sum(self._sampled[env_id] for env_id in absent)
+        if self._live is not live:
+            self._live, self._absent = live, self._sampled.keys() - live
+        return self._num_sampled - sum(self._sampled[env_id] for env_id in self._absent)
 
     def num_startable(
         self,
@@ -119,7 +131,7 @@ class Slots:
         demand: Demand,
         traffic: Traffic,
         *,
-        live: Collection[int],
+        live: frozenset[int],
         shares: Mapping[int, float],
         waits_for_shares_since: float,
     ) -> int:
@@ -134,7 +146,7 @@ class Slots:
             return 0
         num_slots = traffic.num_batches * traffic.batch_size
         own = self._sampled.get(claim.env_id, 0)
-        num_unused = traffic.queue.unused_by_environment.total()
+        num_unused = traffic.queue.num_unused
         free = num_slots - num_unused - self.num_sampled(live) - sum(traffic.leased.values())
         if free <= 0:
             # Sizes that do not add up: one item more, while there is room for less than two batches of them.
