@@ -101,6 +101,8 @@ class BridgeModel:
     unmerged: Callable[[], AbstractContextManager[None]] = nullcontext
     """Within, the model computes with its current parameters; outside it may compute with those published last, as
     where an adapter is merged into the weights that inference reads."""
+    asleep_bytes: Callable[[], int] = int
+    """What torch counts as allocated although an engine in this process has freed it while it sleeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

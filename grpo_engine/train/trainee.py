@@ -108,6 +108,8 @@ class Trainee:
         self._staging = StagingMemory(is_pinned=config.checkpoint_async_mode != "async")
         self._writer = BackgroundWriter()
         self._is_shared = attached.is_shared
+        self.asleep_bytes = attached.asleep_bytes
+        """See `BridgeModel.asleep_bytes`."""
         self.unmerged = attached.unmerged
         """See `BridgeModel.unmerged`."""
         self.device = compute_device(self.model)
@@ -457,6 +459,8 @@ class Trainee:
 
     def memory_metrics(self) -> dict[str, float]:
         """Peak GPU memory of this process in GB; nothing on a CPU."""
-        if self.device.type != "cuda":
-            return {}
-        return {"train/gpu_memory_gb": torch.cuda.max_memory_allocated(self.device) / 1e9}
+        return {} if self.device.type != "cuda" else {"train/gpu_memory_gb": self.peak_bytes() / 1e9}
+
+    def peak_bytes(self) -> int:
+        """Most memory of the GPU that tensors of this process had since the rehearsal, without an engine that slept."""
+        return torch.cuda.max_memory_allocated(self.device) - self.asleep_bytes()

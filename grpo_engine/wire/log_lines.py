@@ -37,6 +37,11 @@ WAITING_FOR_STEP = LogLine(
     r"Loading when the trainer has computed its step",
 )
 PARAMETERS_TRAINED = LogLine("training %d of %d parameters", r"training (\d+) of (\d+) parameters")
+REHEARSAL_BEGINS = LogLine(
+    "rehearsing a step with the longest rows; the first one on a machine compiles its kernels",
+    r"rehearsing a step with the longest rows",
+)
+REHEARSED = LogLine("the longest micro-batch fits: %d x %d tokens, %s at the peak", r"the longest micro-batch fits")
 RESUMED = LogLine("resumed from %s", r"resumed from (\S+)")
 OUT_OF_GPU_MEMORY = LogLine(
     "the GPU's memory ran out %s, with micro-batches of up to %d x %d tokens", r"the GPU's memory ran out"

@@ -15,6 +15,8 @@ from grpo_engine.wire.environment_variables import INFERENCE_VARIABLE
 from grpo_engine.wire.log_lines import (
     MODEL_MADE,
     PARAMETERS_TRAINED,
+    REHEARSAL_BEGINS,
+    REHEARSED,
     RESUMED,
     TRAINER_READY,
     WAITING_FOR_PEER,
@@ -33,6 +35,8 @@ PHASES = (
     (r"Loading checkpoint shards: .*?(\d+)/(\d+)", "loading weights, {0} of {1} shards"),
     (WEIGHTS_ATTACHED.pattern, "attached to {0} shared tensors"),
     (PARAMETERS_TRAINED.pattern, "handing {0} parameters to inference"),
+    (REHEARSAL_BEGINS.pattern, "rehearsing a step, kernels are compiled the first time"),
+    (REHEARSED.pattern, "a step fits, handing parameters to inference"),
     (RESUMED.pattern, "resumed from {0}"),
     (WAITING_FOR_PEER.pattern, "waiting for a peer, {0} s at most"),
 )

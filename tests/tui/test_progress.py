@@ -101,6 +101,16 @@ TRAINER = (
         "handing 21 parameters to inference",
     ),
     (
+        "13:50:02 INFO grpo_engine.train.memory.rehearsal: rehearsing a step with the longest rows; the first one on a "
+        "machine compiles its kernels\n",
+        "rehearsing a step, kernels are compiled the first time",
+    ),
+    (
+        "13:50:03 INFO grpo_engine.train.memory.rehearsal: the longest micro-batch fits: 1 x 2047 tokens, 62.1 GB at "
+        "the peak\n",
+        "a step fits, handing parameters to inference",
+    ),
+    (
         "13:50:03 WARNING grpo_engine.bridges.transport.server_client: POST http://127.0.0.1:9001/bridge/pause: "
         "[Errno 111] Connection refused; trying for 300 s\n",
         "waiting for a peer, 300 s at most",

@@ -80,6 +80,8 @@ class SleepMeter:
 
     def __init__(self) -> None:
         self._figures: tuple[float, ...] = ()
+        self.freed_bytes = 0
+        """By the last sleep; 0 where that is unknown."""
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -87,8 +89,10 @@ class SleepMeter:
         began, free_before = time.perf_counter(), _free_bytes()
         yield
         seconds, free_after = time.perf_counter() - began, _free_bytes()
-        freed = () if free_before is None or free_after is None else ((free_after - free_before) / 1e9,)
-        self._figures = (seconds, *freed)
+        self._figures = (seconds,)
+        if free_before is not None and free_after is not None:
+            self.freed_bytes = free_after - free_before
+            self._figures = (seconds, self.freed_bytes / 1e9)
 
     def take(self) -> dict[str, float]:
         """The figures by the names of `metrics.jsonl`, once."""
@@ -269,7 +273,8 @@ class EngineOfRanks:
         """Load the engine and put it to sleep, so that the trainer finds its memory free."""
         with self.ranks.together(StartEngine()):
             self.engine.start()
-            self.engine.sleep(keeps_weights=self._is_partial)
+            with self.meter.measuring():
+                self.engine.sleep(keeps_weights=self._is_partial)
 
     def sleep(self, *, keeps_weights: bool) -> None:
         """Give the engine's memory to the trainer; an engine that sleeps already is left as it is."""
@@ -310,7 +315,12 @@ class InProcessBridge:
         model = self._placement.load()
         placement = self._placement
         return BridgeModel(
-            model=model, is_shared=False, policy_version=0, save=placement.save, tensors=placement.tensors
+            model=model,
+            is_shared=False,
+            policy_version=0,
+            save=placement.save,
+            tensors=placement.tensors,
+            asleep_bytes=lambda: self.engines.meter.freed_bytes,
         )
 
     def publish(self, version: int, write: Callable[[], None]) -> Update:

@@ -24,7 +24,7 @@ from grpo_engine.train.memory.dry_run import advice_text, card_now, gb, model_sh
 from grpo_engine.train.memory.plan import longest_micro_batch, memory_plan, state_bytes
 from grpo_engine.train.step import gradient_step
 from grpo_engine.train.trainee import Trainee
-from grpo_engine.wire.log_lines import GPU_MEMORY_MISSING, OUT_OF_GPU_MEMORY
+from grpo_engine.wire.log_lines import GPU_MEMORY_MISSING, OUT_OF_GPU_MEMORY, REHEARSAL_BEGINS, REHEARSED
 from grpo_engine.wire.rollouts import ScoredGroup
 
 LEAST_ROW_TOKENS = 16
@@ -58,36 +58,47 @@ def rehearse_step(trainee: Trainee) -> None:
 
 
 def _rehearse_measured(trainee: Trainee) -> None:
+    if trainee.ranks.leads:
+        log.info(REHEARSAL_BEGINS.text)
     torch.cuda.reset_peak_memory_stats(trainee.device)
     with out_of_memory_explained(trainee, "in the rehearsal before training"), _room_for_optimizer(trainee):
         rehearse(trainee)
-        peak = torch.cuda.max_memory_allocated(trainee.device)
+        peak = trainee.peak_bytes()
     torch.cuda.reset_peak_memory_stats(trainee.device)  # the metric is for real steps
     rows, row_tokens = longest_micro_batch(trainee.config)
-    log.info("the longest micro-batch fits: %d x %d tokens, %s at the peak", rows, row_tokens, gb(peak))
+    if trainee.ranks.leads:
+        log.info(REHEARSED.text, rows, row_tokens, gb(peak))
 
 
 def rehearse(trainee: Trainee) -> None:
     """Run steps on the longest rows that the settings allow, and on rows that make other kernels, without an update."""
     devices = [trainee.device] if trainee.device.type == "cuda" else []
     without_updates = cast(Trainee, _WithoutUpdates(trainee))
+    shares = trainee.ranks.size // trainee.num_copies
     with torch.random.fork_rng(devices=devices):
-        for batch in [longest_batch(trainee.config), *batches_to_compile(trainee)]:
+        for batch in [longest_batch(trainee.config, shares), *batches_to_compile(trainee, shares)]:
             gradient_step(without_updates, batch, step=0, policy_version=0)
 
 
-def longest_batch(config: TrainConfig) -> Batch:
-    """Two micro-batches of the longest rows, every token trained; the first one's gradients exist during the second."""
+def longest_batch(config: TrainConfig, shares: int = 1) -> Batch:
+    """Two micro-batches of the longest rows, every token trained; the first one's gradients exist during the second.
+
+    Args:
+        shares: number of ranks that divide a batch; each gets two.
+    """
     rows, row_tokens = longest_micro_batch(config)
-    num_rows = min(2 * rows, config.sequences_per_batch)
+    num_rows = min(2 * rows * shares, config.sequences_per_batch)
     # Groups of one row, so that no prompt is shared; the last token is a label only.
     return make_batch([_group(1, prompt=1, completion=row_tokens)] * num_rows, seq_len=config.seq_len)
 
 
-def batches_to_compile(trainee: Trainee) -> list[Batch]:
+def batches_to_compile(trainee: Trainee, shares: int = 1) -> list[Batch]:
     """Batches besides the longest for which kernels are compiled, so that no step of training waits for that.
 
     Compiled layers distinguish one row from several, and rows with a shared prompt have an attention of their own.
+
+    Args:
+        shares: number of ranks that divide a batch; each compiles.
     """
     config = trainee.config
     row_tokens = min(longest_micro_batch(config)[1], (config.micro_batch_tokens or config.seq_len) // 3)
@@ -95,10 +106,11 @@ def batches_to_compile(trainee: Trainee) -> list[Batch]:
         return []
     batches = []
     if config.compile_layers:
-        batches.append(make_batch([_group(1, prompt=1, completion=row_tokens)] * 2, seq_len=config.seq_len))
+        single = _group(1, prompt=1, completion=row_tokens)
+        batches.append(make_batch([single] * (2 * shares), seq_len=config.seq_len))
     if trainee.shares_prompts:
         shared = _group(2, prompt=row_tokens // 2, completion=row_tokens // 2)
-        batches.append(make_batch([shared], seq_len=config.seq_len))
+        batches.append(make_batch([shared] * shares, seq_len=config.seq_len))
     return batches
 
 
@@ -174,7 +186,7 @@ def _explanation(error: torch.OutOfMemoryError, trainee: Trainee, when: str) -> 
     if card is None:
         return said
     free, _ = torch.cuda.mem_get_info(trainee.device)
-    held = torch.cuda.memory_allocated(trainee.device)
+    held = torch.cuda.memory_allocated(trainee.device) - trainee.asleep_bytes()
     said += f"; {gb(free)} of the {gb(card.total_bytes)} of {card.name} are free, the trainer holds {gb(held)}"
     try:
         model = model_shape(trainee.model.config, config)

@@ -16,13 +16,15 @@ from training import attached, made_up_groups, settings, small_model
 from transformers import LlamaConfig, T5Config
 
 from grpo_engine import cli
-from grpo_engine.data.batching import make_batch
+from grpo_engine.bridges.transport import in_process
+from grpo_engine.data.batching import bundles, make_batch, micro_batches
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.lora import add_lora
 from grpo_engine.train.memory.dry_run import log_plan, model_shape, report
 from grpo_engine.train.memory.plan import Card, memory_plan
 from grpo_engine.train.memory.rehearsal import (
     OutOfGpuMemory,
+    batches_to_compile,
     longest_batch,
     out_of_memory_explained,
     rehearse,
@@ -229,6 +231,27 @@ def test_a_rehearsal_runs_every_token_of_the_longest_rows_and_twice_as_many_rows
     hook.remove()
     assert sum(rows * length for rows, length in inputs) == 6 * 19
     assert longest_batch(trainee.config).num_tokens == 6 * 19
+
+
+def test_each_of_several_ranks_rehearses_two_micro_batches_and_a_shared_prompt() -> None:
+    changes = {"batch_size": 3, "gradient_accumulation_steps": 4, "seq_len": 20, "micro_batch_tokens": 60}
+    trainee = Trainee(attached(small_model()), settings(**changes, compile_layers=False))
+    assert trainee.shares_prompts
+    longest, shared = longest_batch(trainee.config, 2), batches_to_compile(trainee, 2)[-1]
+    for rank in range(2):
+        of_rank = {"max_tokens": 60, "shares_prompts": True, "rank": rank, "num_ranks": 2}
+        assert [part.batch.num_tokens for part in micro_batches(longest, **of_rank)] == [3 * 19, 3 * 19]
+        [part] = micro_batches(shared, **of_rank)
+        assert bundles(part.batch) == [[0, 1]]
+
+
+def test_an_engine_that_sleeps_in_this_process_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "_gpu_memory", iter([(10, 80), (40, 80)]).__next__)
+    meter = in_process.SleepMeter()
+    with meter.measuring():
+        pass
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 91)  # torch counts what vLLM has unmapped
+    assert Trainee(attached(small_model(), asleep_bytes=lambda: meter.freed_bytes), settings()).peak_bytes() == 61
 
 
 def test_on_a_cpu_nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
