@@ -82,9 +82,9 @@ class Spec:
 
 
 def run_stack(text: str, number: int, bench: Bench) -> None:
-    """Run it and print its figures."""
+    """Run it and print its figures; those until then, where it fails or its time is over."""
     spec, used_before_mb, began = Spec.read(text), bench.gpu.used_mb(), time.monotonic()
-    folder = _bring_up(spec, bench)
+    folder, figure = _bring_up(spec, bench), "run_cut_short"
     try:
         until = began + bench.options.run_limit
         if (restart_at := bench.options.restart_at) is not None:
@@ -96,6 +96,7 @@ def run_stack(text: str, number: int, bench: Bench) -> None:
             _kill(folder, each, spec, until, bench)
         _follow(folder, spec, until)
         status = _grpo(bench, "status", folder.name, "--json")
+        figure = "run"
     finally:
         down_began = time.monotonic()
         limit = ["--timeout", str(bench.options.down_limit)] if bench.options.down_limit is not None else []
@@ -104,19 +105,19 @@ def run_stack(text: str, number: int, bench: Bench) -> None:
         left = proc.processes_of_run(folder.name)
         for process in left:
             proc.send_signal(process, signal.SIGKILL)
-    free_s, left_mb = _when_free(bench, used_before_mb)
-    lines = read_metrics(folder)
-    figures = {
-        "ready_s": _ready_s(folder),
-        **what_it_did(lines),
-        **_memory(folder),
-        "down_s": round(down_s, 2),
-        "gpu_free_after_down_s": free_s,
-        "gpu_mb_left": left_mb,
-        "processes_left": [process.comm for process in left],
-        "wall_s": round(time.monotonic() - began, 1),
-    }
-    bench.tell("run", text, figures)
+        free_s, left_mb = _when_free(bench, used_before_mb)
+        lines = read_metrics(folder)
+        figures = {
+            "ready_s": _ready_s(folder),
+            **what_it_did(lines),
+            **_memory(folder),
+            "down_s": round(down_s, 2),
+            "gpu_free_after_down_s": free_s,
+            "gpu_mb_left": left_mb,
+            "processes_left": [process.comm for process in left],
+            "wall_s": round(time.monotonic() - began, 1),
+        }
+        bench.tell(figure, text, figures)
     services = {each["name"]: each["state"] for each in json.loads(status)["services"]}
     bench.tell("run_details", text, services, down=said.splitlines()[-4:])
     if bench.options.record == number:
@@ -163,6 +164,7 @@ def what_it_did(lines: list[MetricsLine]) -> dict[str, Any]:
     sync = [line.metrics["train/sync_time"] for line in trained if "train/sync_time" in line.metrics]
     return {
         "steps": len(trained),
+        "first_step_s": round(trained[0].metrics["train/step_time"], 1),
         "s_a_step": round(statistics.median(spans), 3) if spans else None,
         "steps_per_s": round(1 / statistics.mean(spans), 3) if spans else None,
         **_medians(trained[LEFT_OUT:]),

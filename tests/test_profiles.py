@@ -150,7 +150,7 @@ def claims(path: Path) -> Iterator[Claim]:
 ON_A_GPU = [
     path for path in PROFILES if path.stem.partition("-")[0] in {"hermes8b", "qwen3b", "qwen14b", "qwen72b", "llama8b"}
 ]
-ON_A_GPU += [path for path in PROFILES if path.stem in {"smollm-gpu", "gsm8k-async", "ifeval-async"}]
+ON_A_GPU += [path for path in PROFILES if path.stem in {"smollm-gpu", "smollm-async", "gsm8k-async", "ifeval-async"}]
 CLAIMS = [claim for path in ON_A_GPU for claim in claims(path)]
 
 

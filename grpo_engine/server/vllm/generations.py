@@ -93,7 +93,7 @@ class Generations:
                 self.lock.check()  # a writer that exited in the middle invalidates frozen requests
                 is_of_two_prompts = versions.changes and params.prompt_logprobs is not None
                 if self._num_unknown_moves() == num_moves and not is_of_two_prompts:
-                    return generation(output, prompt_token_ids, params, versions)
+                    return generation(output, prompt_token_ids, params, versions, llm.output_processor.tokenizer)
             logger.warning("The weights changed during a request without a pause; generating it again")
 
     async def guarded(

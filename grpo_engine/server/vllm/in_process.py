@@ -131,8 +131,9 @@ class VllmInProcess:
             for prompt, request in zip(prompts, requests, strict=True)
         ]
         outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        tokenizer = self._llm.llm_engine.output_processor.tokenizer
         return [
-            generation(output, prompt, request, TokenVersions(policy_version))
+            generation(output, prompt, request, TokenVersions(policy_version), tokenizer)
             for output, prompt, request in zip(outputs, prompts, requests, strict=True)
         ]
 

@@ -5,7 +5,8 @@ Imports vLLM only inside functions; outputs are read by attribute, so that tests
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from grpo_engine.errors import DataError
@@ -13,6 +14,10 @@ from grpo_engine.server.engine import LOWEST_LOGPROB, Completion, EngineUnavaila
 from grpo_engine.server.vllm.running import TokenVersions
 from grpo_engine.wire.inference import GenerateRequest
 
+PROMPT_TAIL = 8
+"""Tokens of a prompt before which nothing changes how the next ones are decoded."""
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""At the end of a text: bytes of a character whose others were not sampled."""
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -45,6 +50,10 @@ def sampling_params(params: GenerateRequest, max_tokens: int) -> Any:
             prompt_logprobs=params.prompt_logprobs,
             skip_special_tokens=params.skip_special_tokens,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            # These two save most of the time that vLLM's main process takes for a token: nothing is decoded until the
+            # answer is complete, unless a stop string is looked for, and no objects are made for log-probabilities.
+            detokenize=bool(params.stop),
+            flat_logprobs=True,
         )
     except refusals() as error:
         raise DataError(f"vLLM refuses the request: {error}") from None
@@ -58,48 +67,65 @@ def refusals() -> tuple[type[Exception], ...]:
     return (ValueError,) if own is None else (ValueError, own)
 
 
-def generation(output: Any, prompt: list[int], params: GenerateRequest, versions: TokenVersions) -> Generation:
-    """vLLM's final `RequestOutput`."""
-    num_top = params.logprobs or 0
+def generation(
+    output: Any, prompt: list[int], params: GenerateRequest, versions: TokenVersions, tokenizer: Any
+) -> Generation:
+    """vLLM's final `RequestOutput` for `sampling_params`."""
     completions = sorted(output.outputs, key=lambda completion: completion.index)
     return Generation(
         prompt_token_ids=prompt,
-        prompt_logprobs=None if params.prompt_logprobs is None else _prompt_logprobs(output, prompt, params),
-        completions=[_completion(each, num_top, versions) for each in completions],
+        prompt_logprobs=None if params.prompt_logprobs is None else _prompt_logprobs(output, params),
+        completions=[
+            _completion(each, params, versions, each.text if params.stop else _text(each, prompt, params, tokenizer))
+            for each in completions
+        ],
     )
 
 
-def _completion(output: Any, num_top: int, versions: TokenVersions) -> Completion:
+def _completion(output: Any, params: GenerateRequest, versions: TokenVersions, text: str) -> Completion:
     if output.finish_reason not in _FINISH_REASONS:
         raise EngineUnavailable(f"vLLM finished a completion with {output.finish_reason!r}; see the server's log")
-    token_ids = list(output.token_ids)
-    positions = list(output.logprobs or ())
+    token_ids, flat = list(output.token_ids), output.logprobs
     return Completion(
         token_ids=token_ids,
-        logprobs=[_finite(entry[token].logprob) for token, entry in zip(token_ids, positions, strict=True)],
-        top_logprobs=[_most_probable(entry, num_top) for entry in positions] if num_top else None,
+        logprobs=[_finite(flat.logprobs[at]) for _, at in zip(token_ids, flat.start_indices, strict=True)],
+        top_logprobs=[_most_probable(each, params.logprobs) for each in _positions(flat)] if params.logprobs else None,
         finish_reason=_FINISH_REASONS[output.finish_reason],
         policy_versions=versions.of(output.index, len(token_ids)),
-        text=output.text,
+        text=text,
     )
 
 
-def _prompt_logprobs(output: Any, prompt: list[int], params: GenerateRequest) -> list[list[tuple[int, float]] | None]:
+def _text(output: Any, prompt: list[int], params: GenerateRequest, tokenizer: Any) -> str:
+    """What vLLM's detokenizer makes of the tokens: without the one that ended them, and decoded after the prompt, since
+    some tokenizers drop the blank before a first word."""
+    token_ids = list(output.token_ids)[: -1 if output.finish_reason == "stop" else None]
+    decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+    before: str = decode(tail := prompt[-PROMPT_TAIL:])
+    both: str = decode([*tail, *token_ids])
+    text = both[len(before) :] if both.startswith(before) else decode(token_ids)
+    return text.rstrip(UNFINISHED)
+
+
+def _prompt_logprobs(output: Any, params: GenerateRequest) -> list[list[tuple[int, float]] | None]:
     num_top = params.prompt_logprobs or 0
     entries: list[list[tuple[int, float]] | None] = []
-    for token, entry in zip(prompt, output.prompt_logprobs, strict=True):
-        if entry is None:
-            entries.append(None)
-            continue
-        others = [pair for pair in _most_probable(entry, num_top) if pair[0] != token]
-        entries.append([(token, _finite(entry[token].logprob)), *others])
+    for position in _positions(output.prompt_logprobs):
+        others = [pair for pair in _most_probable(position, num_top) if pair[0] != position[0][0]]
+        entries.append([position[0], *others] if position else None)
     return entries
 
 
-def _most_probable(entry: Mapping[int, Any], num_top: int) -> list[tuple[int, float]]:
-    """The `num_top` most probable tokens of an entry, which also has the sampled token whatever its rank."""
-    ranked = sorted(((token, _finite(value.logprob)) for token, value in entry.items()), key=lambda pair: -pair[1])
-    return ranked[:num_top]
+def _positions(flat: Any) -> list[list[tuple[int, float]]]:
+    """Tokens and log-probabilities of each position of vLLM's `FlatLogprobs`; first the token that was sampled, or that
+    the prompt has there. Nothing is known of the first position of a prompt."""
+    pairs = list(zip(flat.token_ids, map(_finite, flat.logprobs), strict=True))
+    return [pairs[start:end] for start, end in zip(flat.start_indices, flat.end_indices, strict=True)]
+
+
+def _most_probable(position: Sequence[tuple[int, float]], num_top: int) -> list[tuple[int, float]]:
+    """The `num_top` most probable tokens of a position, which also has the sampled token whatever its rank."""
+    return sorted(dict(position).items(), key=lambda pair: -pair[1])[:num_top]
 
 
 def _finite(logprob: float) -> float:

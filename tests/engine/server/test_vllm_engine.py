@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -182,6 +183,16 @@ def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_tokens(shared: Stack
         tokens = answer["token_ids"][index]
         assert tokens.index(LETTER_E) == len(tokens) - 1
         assert len(answer["logprobs"][index]) == len(tokens)
+
+
+@pytest.mark.parametrize("changes", [{}, {"stop_token_ids": [LETTER_E]}, {"skip_special_tokens": False}], ids=str)
+def test_the_text_is_that_of_vllms_own_detokenizer(shared: Stack, changes: dict[str, Any]) -> None:
+    body = {"prompt": "hello", "max_tokens": 60, "n": 4, "seed": 5, "ignore_eos": True, **changes}
+    ours = shared.server.generate(**body)
+    theirs = shared.server.generate(**body, stop=["a text that never comes"])  # for which vLLM decodes every token
+    assert ours["token_ids"] == theirs["token_ids"]
+    assert ours["text"] == theirs["text"]
+    assert any(ours["text"])
 
 
 def test_the_bridge_file_has_transformers_names_and_shapes(shared: Stack) -> None:

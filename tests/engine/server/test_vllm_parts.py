@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -185,28 +186,42 @@ def test_a_models_parameters_are_known_without_its_weights(tmp_path: Path, is_ti
     assert parameters.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {})
 
 
-def entry(**values: float) -> dict[int, SimpleNamespace]:
-    return {int(token.removeprefix("t")): SimpleNamespace(logprob=value) for token, value in values.items()}
+def flat(*positions: dict[int, float]) -> SimpleNamespace:
+    """vLLM's `FlatLogprobs`."""
+    ends = list(accumulate(map(len, positions)))
+    return SimpleNamespace(
+        token_ids=[token for position in positions for token in position],
+        logprobs=[value for position in positions for value in position.values()],
+        start_indices=[0, *ends[:-1]],
+        end_indices=ends,
+    )
+
+
+class Letters:
+    """A tokenizer of one letter a token; token 0 is special, and 1 the half of a character."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        letters = ("<0>" if token == 0 else "\ufffd" if token == 1 else chr(96 + token) for token in token_ids)
+        return "".join(letters).replace("<0>", "" if skip_special_tokens else "<0>")
 
 
 def test_answers_have_finite_values_for_every_token_and_the_most_probable_first() -> None:
     output = SimpleNamespace(
         outputs=[
-            SimpleNamespace(index=1, token_ids=[7], logprobs=[entry(t7=-1.0)], finish_reason="length", text="b"),
+            SimpleNamespace(index=1, token_ids=[7], logprobs=flat({7: -1.0}), finish_reason="length"),
             SimpleNamespace(
                 index=0,
                 token_ids=[5, 2],
-                logprobs=[entry(t5=-3.0, t8=-0.5, t9=-1.5), entry(t2=-math.inf, t8=-0.1, t9=-2.0)],
+                logprobs=flat({5: -3.0, 8: -0.5, 9: -1.5}, {2: -math.inf, 8: -0.1, 9: -2.0}),
                 finish_reason="stop",
-                text="a",
             ),
         ],
-        prompt_logprobs=[None, entry(t4=-2.0, t6=-0.25)],
+        prompt_logprobs=flat({}, {4: -2.0, 6: -0.25}),
     )
     params = GenerateRequest(prompt="x", n=2, logprobs=2, prompt_logprobs=1)
-    answer = generation(output, [3, 4], params, TokenVersions(11, [(12, {0: 1})]))
+    answer = generation(output, [3, 4], params, TokenVersions(11, [(12, {0: 1})]), Letters())
     first, second = answer.completions
-    assert (first.text, second.text) == ("a", "b")
+    assert (first.text, second.text) == ("e", "g")
     assert first.logprobs == [-3.0, -9999.0]
     assert first.top_logprobs == [[(8, -0.5), (9, -1.5)], [(8, -0.1), (9, -2.0)]]
     assert (first.policy_versions, second.policy_versions) == ([11, 12], [11])
@@ -214,15 +229,34 @@ def test_answers_have_finite_values_for_every_token_and_the_most_probable_first(
     assert answer.prompt_logprobs == [None, [(4, -2.0), (6, -0.25)]]
     output.outputs[0].finish_reason = "error"
     with pytest.raises(EngineUnavailable, match="'error'"):
-        generation(output, [3, 4], params, TokenVersions(12))
+        generation(output, [3, 4], params, TokenVersions(12), Letters())
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "changes", "text"),
+    [
+        ([5, 0, 6], {}, "ef"),
+        ([5, 0, 6], {"skip_special_tokens": False}, "e<0>f"),
+        ([5, 1, 6, 1], {}, "e\ufffdf"),
+    ],
+    ids=["special tokens", "special tokens shown", "half a character at the end"],
+)
+def test_the_text_is_decoded_once_the_answer_is_complete(
+    token_ids: list[int], changes: dict[str, object], text: str
+) -> None:
+    logprobs = flat(*({token: -1.0} for token in token_ids))
+    completion = SimpleNamespace(index=0, token_ids=token_ids, logprobs=logprobs, finish_reason="length")
+    params = GenerateRequest.model_validate({"prompt": "x", **changes})
+    answer = generation(SimpleNamespace(outputs=[completion]), [3, 4], params, TokenVersions(1), Letters())
+    assert answer.completions[0].text == text
 
 
 def test_a_nan_logprob_is_refused_and_not_replaced_by_a_number() -> None:
-    completion = SimpleNamespace(
-        index=0, token_ids=[7], text="a", finish_reason="length", logprobs=[{7: SimpleNamespace(logprob=math.nan)}]
-    )
+    completion = SimpleNamespace(index=0, token_ids=[7], finish_reason="length", logprobs=flat({7: math.nan}))
     with pytest.raises(NotANumber, match="version 11 compute NaN"):
-        generation(SimpleNamespace(outputs=[completion]), [3], GenerateRequest(prompt="x"), TokenVersions(11))
+        generation(
+            SimpleNamespace(outputs=[completion]), [3], GenerateRequest(prompt="x"), TokenVersions(11), Letters()
+        )
 
 
 def test_tokens_after_a_change_of_weights_are_of_the_new_version() -> None:
