@@ -21,6 +21,8 @@ from grpo_tui.client.socket import Daemon
 from grpo_tui.supervisor.keeper.client import KeeperState
 from grpo_tui.supervisor.lock import has_daemon, take_lock, write_address
 from grpo_tui.supervisor.state_file import ServiceLedger
+from grpo_tui.view.gpus import reader
+from grpo_tui.view.gpus.reader import read_samples
 from grpo_tui.view.rollouts.reader import RolloutReader
 from grpo_tui.view.rollouts.state import GroupFilter
 from grpo_tui.view.timeline.file import TimelineFile
@@ -67,6 +69,14 @@ def test_a_usage_line_of_a_time_that_no_clock_has_ends_no_reader_of_a_timeline(m
     timeline = TimelineFile(tmp_path)
     assert not timeline.read()
     assert (timeline.begins, timeline.ends, timeline.num_lines) == (10.5, 20.0, 2)
+
+
+def test_of_samples_of_thousands_of_gpus_fewer_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = '{"type":"usage","number":1,"time":%d,"cpu_percent":{},"rss_bytes":{},"gpu_memory_bytes":{},"gpus":[]}\n'
+    (tmp_path / "events.jsonl").write_text("".join(line % each for each in range(10, 18)))
+    assert [sample.time for sample in read_samples(tmp_path)] == list(range(10, 18))
+    monkeypatch.setattr(reader, "PARSED_BYTES", 3 * len(line))
+    assert [sample.time for sample in read_samples(tmp_path)] == [10, 13, 16]
 
 
 @pytest.mark.parametrize("reward", [None, HUGE, -HUGE, "high"], ids=["none", "huge", "low", "word"])

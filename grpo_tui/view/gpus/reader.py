@@ -16,6 +16,9 @@ from grpo_tui.view.gpus.state import MAX_MOMENTS, MemoryPlan
 
 MAX_BYTES = 64 << 20
 """Twice what the supervisor keeps."""
+PARSED_BYTES = 16 << 20
+"""Of all samples together, which take twenty times as much; `MAX_MOMENTS` of eight GPUs, with three processes on each,
+have 6 MB."""
 
 
 def read_memory_plan(run_folder: Path) -> MemoryPlan:
@@ -27,7 +30,7 @@ def read_memory_plan(run_folder: Path) -> MemoryPlan:
 
 
 def read_samples(run_folder: Path, most: int = MAX_MOMENTS) -> tuple[UsageSampled, ...]:
-    """The samples of the timeline, evenly thinned to about `most`; none where there is no timeline.
+    """The samples of the timeline, evenly thinned to about `most`, long ones to fewer; none where there is no timeline.
 
     Damaged lines are passed over, half a last one too.
     """
@@ -36,7 +39,7 @@ def read_samples(run_folder: Path, most: int = MAX_MOMENTS) -> tuple[UsageSample
             lines = [line for line in BytesIO(file.read(MAX_BYTES)) if line.startswith(USAGE_START)]
     except OSError:
         return ()
-    stride = max(1, -(-len(lines) // most))
+    stride = max(1, -(-len(lines) // most), -(-sum(map(len, lines)) // PARSED_BYTES))
     samples = []
     for line in lines[::stride]:
         try:
