@@ -7,6 +7,7 @@ environment; each rank is an engine of its own (tensor_parallel_size 1), and sam
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Collection, Sequence
@@ -46,6 +47,8 @@ class VllmInProcess:
         self._sleeps = False
         """Whether it can: not on a CPU, where its memory stays as it is."""
         self._llm: Any = None
+        self._is_frozen = False
+        """Whether the objects of this process are left out of garbage collection."""
 
     def start(self) -> None:
         """Load vLLM; on all ranks at once, since they agree on the size of the cache.
@@ -105,7 +108,16 @@ class VllmInProcess:
             torch.cuda.synchronize()  # weights were copied on the trainer's stream
             torch.cuda.empty_cache()  # gathered layers
             self._llm.wake_up(tags=["kv_cache"])
+            self._freeze()
         self._llm.reset_prefix_cache()
+
+    def _freeze(self) -> None:
+        """Leave what there is when both are ready, vLLM and the trainer, out of garbage collection: vLLM collects each
+        time it falls asleep, and would look at every module."""
+        if not self._is_frozen:
+            gc.collect()
+            gc.freeze()
+            self._is_frozen = True
 
     def close(self) -> None:
         """Shut vLLM down, which leaves the process group."""
