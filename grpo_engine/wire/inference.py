@@ -109,14 +109,15 @@ class BridgeInfo(Message):
     """Unix seconds; 0 before the first update."""
     model_name: str
     device: str
-    policy_version: int
+    policy_version: int = Field(ge=0, le=2**62)
+    """With room for those of the steps that a trainer adds to it."""
     logprobs_mode: LogprobsMode
     paused: bool
     instance: str
     """Differs for every start of the server, so that a trainer detects a restart."""
     receives_weights: bool = False
     """Whether it can join a weight group."""
-    num_ranks: int = 1
+    num_ranks: int = Field(1, ge=1, le=2**16)
     """Processes that hold weights."""
     dtype: str = ""
     """Of the weights, e.g. `bfloat16`."""
@@ -211,7 +212,7 @@ class ReceiveAnswer(Message):
     """Why they are not; the old ones may be overwritten in part, and nothing is served until the next update."""
     checksums: list[int] = []
     """Of each process, over the tensors as they were received."""
-    paused_s: float = 0.0
+    paused_s: FiniteFloat = 0.0
     """How long no request was served."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from grpo_engine.wire.codec import Message, Whole
 from grpo_engine.wire.inference import PolicyVersion
@@ -38,7 +38,7 @@ class ParametersState(Message):
     servers: list[ServedBy] = []
     is_settled: bool = False
     """Whether every server that answers serves the newest version, or needs none yet; and at least one answers."""
-    longest_s: float = 0.0
+    longest_s: FiniteFloat = 0.0
     """Of the updates of single servers to this version."""
     problem: str = ""
     """What a server refused, where one did."""

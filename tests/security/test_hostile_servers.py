@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,8 +25,10 @@ from grpo_engine.environments.measuring import HeldOutMeasure
 from grpo_engine.environments.sampling.groups import Completions, NotFinite, check_completions
 from grpo_engine.environments.status_requests import BatchLimits
 from grpo_engine.errors import PeerError
+from grpo_engine.models.same_model import is_same_model
 from grpo_engine.train.evaluation import Evaluator
 from grpo_engine.wire.codec import Message
+from grpo_engine.wire.inference import BridgeInfo
 from grpo_engine.wire.rollouts import EnvironmentStatus, EvaluationOrder, RegisterEnvironmentResponse
 
 ONE = {"text": ["ab"], "prompt": "", "finish_reasons": ["stop"], "logprobs": [[[{"7": -0.5}], [{"0": -0.5}]]]}
@@ -149,3 +153,38 @@ async def test_an_order_of_more_completions_than_fit_in_memory_is_answered_with_
     answer = await measure.answer(order, longest=64, env_id=0)
     assert answer.problem is not None
     assert "lower it, or eval_prompts" in answer.problem
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "\0", "~nobody-of-this-name/model", "/dev/\0"])
+def test_a_server_whose_model_has_no_name_of_a_file_serves_another_model(name: str, tmp_path: Path) -> None:
+    assert not is_same_model(str(tmp_path), name)
+
+
+def test_a_pipe_in_the_folder_that_a_server_calls_its_model_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("own", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+    assert is_same_model(str(tmp_path / "own"), str(tmp_path / "other"))
+    os.mkfifo(tmp_path / "other" / "pipe.safetensors")
+    assert not is_same_model(str(tmp_path / "own"), str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_ranks": -5}, {"num_ranks": 10**9}, {"policy_version": 2**63 - 1}, {"policy_version": -1}]
+)
+def test_a_server_of_no_processes_or_endless_versions_is_none_of_ours(wrong: dict[str, int]) -> None:
+    state = {
+        "enabled": True,
+        "shared_weights": False,
+        "update_count": 0,
+        "last_update_time": 0,
+        "model_name": "m",
+        "device": "cpu",
+        "policy_version": 0,
+        "logprobs_mode": "raw",
+        "paused": False,
+        "instance": "i",
+    }
+    BridgeInfo.model_validate(state)
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        BridgeInfo.model_validate({**state, **wrong})

@@ -229,13 +229,12 @@ class BroadcastBridge:
         Raises:
             BridgeError: it did not reach all members.
         """
-        import torch
-
+        from grpo_engine.bridges.memory.shared_tensors import dtype_from_text
         from grpo_engine.bridges.transport.weight_group import Checksum
 
         assert self._version is not None
         version = self._version
-        dtype = getattr(torch, self._dtype)
+        dtype = dtype_from_text(self._dtype)
         checksum = Checksum() if self._num_updates % self._check_every == 0 else None
         request = ReceiveRequest(epoch=self._epoch, policy_version=version, with_checksum=checksum is not None)
         broken: list[str] = []
