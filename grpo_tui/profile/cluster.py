@@ -23,6 +23,8 @@ READY_NODES, READY_BROKER = "cluster is ready at", "services are placed on the c
 """Lines of the two processes."""
 TOKEN_FILE = "ray.token"
 """Of a private cluster, in the run folder, readable by its owner only."""
+CERTIFICATE_FILE, KEY_FILE = "ray.crt", "ray.key"
+"""Likewise."""
 READY_WITHIN_S = 300.0
 STOP_GRACE_S = 30.0
 """For the broker: the agents of all machines end what is left there."""
@@ -93,6 +95,10 @@ def _environment(place: Place, *, is_private: bool) -> dict[str, str]:
         own |= {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(place.run_folder / TOKEN_FILE),
+            "RAY_USE_TLS": "1",  # both sides show the certificate: some requests end a process before it asks a token
+            "RAY_TLS_SERVER_CERT": str(place.run_folder / CERTIFICATE_FILE),
+            "RAY_TLS_SERVER_KEY": str(place.run_folder / KEY_FILE),
+            "RAY_TLS_CA_CERT": str(place.run_folder / CERTIFICATE_FILE),
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else a driver takes 127.0.0.1 for the address of this machine
         }
     return own
@@ -144,5 +150,5 @@ def check_cluster(profile: Profile) -> Iterator[str]:
 
 
 def has_ray() -> bool:
-    """Whether Ray is installed."""
-    return find_spec("ray") is not None
+    """Whether Ray is installed, with what makes the certificate of a private cluster."""
+    return all(find_spec(module) is not None for module in ("ray", "cryptography"))

@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Callable
 
+import psutil
 import pytest
 from workplace import Workplace, service, until
 
@@ -50,6 +51,28 @@ def kill(process: Stat) -> None:
 
 def all_ready(place: Workplace) -> Callable[[], bool]:
     return lambda: all(each.state is ServiceState.READY for each in place.status().services)
+
+
+def test_a_request_without_the_certificate_of_the_cluster_ends_nothing(place: Workplace) -> None:
+    grpc = pytest.importorskip("grpc")
+    place.profile(CLUSTER, placed("a"))
+    place.succeed("up", "--profile", "p", "--detach", "--wait", "ready", "--timeout", "300", limit_s=400)
+    pids_of_ray = [each.pid for kind in ("gcs_server", "raylet_socket_name") for each in processes(place, kind)]
+    ports = {
+        each.laddr.port
+        for pid in pids_of_ray
+        for each in psutil.Process(pid).net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
+    assert len(ports) >= 3
+    for port in ports:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            ask = channel.unary_unary("/ray.rpc.syncer.RaySyncer/StartSync")
+            with pytest.raises(grpc.RpcError):
+                ask(b"", timeout=5)  # Ray 2.60 exits where it gets this
+    assert all(identify(pid) is not None for pid in pids_of_ray)
+    assert place.service("ray").attempt == 1
+    place.succeed("down", limit_s=200)
 
 
 def test_kills_cost_what_ran_there_and_nothing_is_left(place: Workplace) -> None:

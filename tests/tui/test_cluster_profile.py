@@ -102,6 +102,7 @@ def test_a_plan_on_a_cluster_starts_the_cluster_and_its_broker_before_what_takes
     assert plan.cluster is not None
     assert Plan.from_json(plan.to_json()).cluster == plan.cluster
     assert by_name["ray"].env["RAY_AUTH_MODE"] == "token"
+    assert by_name["ray"].env["RAY_USE_TLS"] == "1"
 
 
 def test_an_existing_cluster_is_joined_without_starting_one() -> None:
@@ -110,6 +111,7 @@ def test_an_existing_cluster_is_joined_without_starting_one() -> None:
     (broker,) = [each for each in plan.launches if each.kind == "cluster"]
     assert broker.name == "machines"
     assert not broker.needs
+    assert "RAY_USE_TLS" not in broker.env
     assert "RAY_AUTH_TOKEN_PATH" not in broker.env  # that of the cluster, from the environment of the supervisor
 
 

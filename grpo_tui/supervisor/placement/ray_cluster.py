@@ -41,17 +41,20 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from grpo_engine.errors import GrpoError
 from grpo_engine.python_command import module_command
 from grpo_engine.serving.reporting import send_to_supervisor
+from grpo_engine.wire.codec import write_atomically
 from grpo_engine.wire.environment_variables import SERVICE_VARIABLE
 from grpo_engine.wire.supervisor import MachinesReport
 from grpo_tui.paths import broker_socket
-from grpo_tui.profile.cluster import NODES, READY_BROKER, READY_NODES, TOKEN_FILE
+from grpo_tui.profile.cluster import CERTIFICATE_FILE, KEY_FILE, NODES, READY_BROKER, READY_NODES, TOKEN_FILE
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.services.base import ClusterPlan
 from grpo_tui.supervisor.placement.agent import agent_folder, agent_socket
 from grpo_tui.supervisor.placement.broker import Broker
+from grpo_tui.supervisor.placement.certificate import new_certificate
 from grpo_tui.supervisor.placement.cluster import MachineLost, NoAnswer, Node
 
 ADDRESS_FILE = "ray.address"
+LOOPBACK = "127.0.0.1"
 MACHINE_PREFIX = "machine-"
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray's least is 75 MiB; nothing of ours is stored in it."""
@@ -83,12 +86,10 @@ log = logging.getLogger(__name__)
 
 def serve_nodes(run_folder: Path, plan: ClusterPlan) -> int:
     """Run the private cluster of a run until a signal comes or its head exits."""
-    token = run_folder / TOKEN_FILE
-    with suppress(FileNotFoundError):
-        token.unlink()
-    descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
+    key, certificate = new_certificate(LOOPBACK)
+    secret = {TOKEN_FILE: secrets.token_hex(32).encode(), KEY_FILE: key, CERTIFICATE_FILE: certificate}
+    for name, content in secret.items():
+        write_atomically(run_folder / name, content, mode=0o600)
     folder = Path(tempfile.gettempdir()) / "r"  # in the temporary folder of the run; short, as paths of sockets must be
     shutil.rmtree(folder, ignore_errors=True)  # of a head that was killed
     folder.mkdir(mode=0o700)
@@ -96,7 +97,8 @@ def serve_nodes(run_folder: Path, plan: ClusterPlan) -> int:
         return _keep_nodes(run_folder, plan, str(folder))
     finally:
         (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
-        token.unlink(missing_ok=True)
+        for name in secret:
+            (run_folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -158,7 +160,7 @@ def _start_node(plan: ClusterPlan, number: int, folder: str, head: RayNode | Non
         num_gpus=plan.devices_per_machine,
         resources={f"{MACHINE_PREFIX}{number}": 1},
         object_store_memory=OBJECT_STORE_BYTES,
-        node_ip_address="127.0.0.1",
+        node_ip_address=LOOPBACK,
         min_worker_port=0,
         max_worker_port=0,
         include_dashboard=False,
