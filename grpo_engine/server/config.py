@@ -85,6 +85,11 @@ class ServerConfig(Config):
     finish_before_update: bool = False
     """Finish completions before weights change, so that each is of one version, instead of freezing them and continuing
     with the new weights (vLLM); a weight update then waits for the longest completion."""
+    keep_kv_cache: bool = False
+    """Continue completions after a weight update on the keys and values that they have (vLLM), as PipelineRL and
+    Magistral do, instead of computing them again with the new weights, which takes a prefill of all that run. Tokens
+    after the update are then sampled by the new weights with attention to keys of the old ones, and trainer and
+    inference agree a little less on them."""
     stalled_after_s: float = Field(120.0, gt=0)
     """Seconds that the engine may have work and produce nothing before `/health` answers 503."""
     threads: int | None = Field(None, ge=1)
@@ -127,6 +132,12 @@ class ServerConfig(Config):
                 f"enable_sleep_mode with tensor_parallel_size {self.tensor_parallel_size}: whole weights are handed to "
                 "one GPU: set it to 1"
             )
+        if self.keep_kv_cache and self.enable_sleep_mode:
+            raise ValueError(
+                "keep_kv_cache with enable_sleep_mode: a server that sleeps frees its cache; leave one of them out"
+            )
+        if self.keep_kv_cache and self.engine != "vllm":
+            raise ValueError(f"keep_kv_cache: --engine {self.engine} finishes completions before weights change")
         if self.vllm and self.engine != "vllm":
             name = next(iter(self.vllm))
             near = did_you_mean(name, setting_names(ServerConfig))

@@ -142,6 +142,13 @@ def assert_close(values: torch.Tensor, expected: torch.Tensor, temperature: floa
         torch.testing.assert_close(values, expected, atol=TOLERANCE, rtol=0)
 
 
+def counter_of(stack: Stack, name: str) -> float:
+    """Values of vLLM's counters."""
+    with stack.server.client as client:
+        lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+
+
 def logprobs_of(model: torch.nn.Module, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
     logits = logits_of(model, prompt + completion) / temperature
     rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]

@@ -1,8 +1,9 @@
 """Requests that run on vLLM, and how they stop between two steps while weights change.
 
 Running requests are frozen and continue under the new weights, with their keys and values recomputed. So each token
-comes from one version, which is reported with it, and no cached prefix outlives its weights. With
-`finish_before_update`, a gate first lets running completions finish. Cache keys are salted with the version as well,
+comes from one version, which is reported with it, and no cached prefix outlives its weights. With `keep_kv_cache` they
+continue on what they have (PipelineRL, arXiv 2509.19128). With `finish_before_update`, a gate first lets running
+completions finish. Cache keys are salted with the version as well,
 for writers that do not request a pause: generations that such a write overlapped are repeated.
 """
 
@@ -164,11 +165,11 @@ class Generations:
             await self.gate.close()
 
     async def halt(self, llm: AsyncLLM) -> None:
-        """Return with vLLM between two steps, its caches cleared, and all its outputs processed."""
+        """Return with vLLM between two steps, its caches cleared unless they are kept, and all outputs processed."""
         await self.close_gate()
         with self.awaiting_core():
             # Not `llm.pause_generation`, which sleeps for 20 ms instead of waiting for the outputs.
-            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=not self._config.keep_kv_cache)
         await self.outputs.drained()
         self.stalls.pause()
         if self._frozen_at is None:

@@ -35,6 +35,7 @@ from vllm_serving import (
     Stack,
     assert_agreement,
     assert_close,
+    counter_of,
     load,
     logits_of,
     logprobs_of,
@@ -103,13 +104,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             yield stack
     finally:
         unlink_segments(name for name in segments_now() if name.startswith(f"{SEGMENT_PREFIX}{RUN}-"))
-
-
-def counter_of(stack: Stack, name: str) -> float:
-    """Values of vLLM's counters."""
-    with stack.server.client as client:
-        lines = client.get("/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 def test_no_request_is_answered_until_vllm_serves(shared: Stack) -> None:
@@ -249,6 +243,7 @@ def test_every_token_comes_from_its_reported_version(shared: Stack) -> None:
         for completion in zip(answer["token_ids"], answer["logprobs"], answer["policy_versions"], strict=True)
     ]
     assert any(len(set(versions)) > 1 for _, _, versions in completions)  # frozen and continued
+    assert counter_of(shared, "vllm:num_preemptions_total") > 0  # with keys and values computed again
     for which in (0, 1):
         bridge.publish(16 + which, writers[which])
         expected[which] = {tuple(tokens): logprobs_of(model, LONG_PROMPT, tokens, 1.0) for tokens, _, _ in completions}

@@ -1,0 +1,55 @@
+"""Completions of a real vLLM that go on over a weight update with the keys and values that they have."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+from serving import save_tiny_model, shift
+from vllm_serving import LONG_PROMPT, Stack, assert_agreement, counter_of, segments_now, serving_vllm
+
+from grpo_engine.bridges.memory.shared_tensors import SEGMENT_PREFIX, unlink_segments
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.extended("test_vllm_engine.py: the same update with the cache computed again"),
+    pytest.mark.timeout(600),
+]
+RUN = f"vllmkeep{os.getpid()}"
+
+
+@pytest.fixture
+def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("keeping")
+    model = save_tiny_model(folder / "model", seed=1)
+    flags = ("--logprobs-mode", "processed", "--keep-kv-cache")
+    try:
+        with serving_vllm(model, folder, *flags, environment={"GRPO_TUI_RUN": RUN}) as stack:
+            yield stack
+    finally:
+        unlink_segments(name for name in segments_now() if name.startswith(f"{SEGMENT_PREFIX}{RUN}-"))
+
+
+def test_running_completions_keep_their_cache_and_later_ones_read_none_of_it(keeping: Stack) -> None:
+    bridge = keeping.bridge({"mode": "shared_vllm"})
+    model = bridge.attach().model.eval()
+    writers = [shift(model, 20), shift(model, 21)]
+    bridge.publish(1, writers[1])
+    answers: list[dict] = []
+    body = {"prompt": {"prompt_token_ids": LONG_PROMPT}, "n": 4, "max_tokens": 150, "ignore_eos": True, "logprobs": 0}
+    request = threading.Thread(target=lambda: answers.append(keeping.server.generate(**body)))
+    before = counter_of(keeping, "vllm:generation_tokens_total")
+    request.start()
+    while counter_of(keeping, "vllm:generation_tokens_total") == before:
+        pass
+    bridge.publish(2, writers[0])
+    request.join()
+    [answer] = answers
+    assert {version for versions in answer["policy_versions"] for version in versions} == {1, 2}
+    assert counter_of(keeping, "vllm:num_preemptions_total") == 0
+    assert_agreement(keeping, model, version=2, prompt=LONG_PROMPT)
+    bridge.close()
