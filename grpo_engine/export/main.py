@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from grpo_engine.errors import CheckpointError, ConfigError
 from grpo_engine.export.config import ExportConfig
 from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, CheckpointMarker, files_of, open_regular
-from grpo_engine.wire.codec import first_fault
+from grpo_engine.wire.codec import MAX_FILE_BYTES, first_fault
 from grpo_engine.wire.run_folder import CHECKPOINT_MARKER
 
 CARD = "README.md"
@@ -91,7 +91,7 @@ def _is_descriptor(path: Path) -> bool:
 
 def _read_marker(checkpoint: Path, files: Mapping[str, BinaryIO]) -> CheckpointMarker:
     try:
-        return CheckpointMarker.model_validate_json(files[CHECKPOINT_MARKER].read())
+        return CheckpointMarker.model_validate_json(files[CHECKPOINT_MARKER].read(MAX_FILE_BYTES))
     except ValidationError as error:
         raise CheckpointError(f"{checkpoint / CHECKPOINT_MARKER}: unreadable ({first_fault(error)})") from None
 

@@ -18,9 +18,12 @@ from training import made_up_groups, settings, trainee
 from grpo_engine.bridges.memory.bridge_files import read_bridge_file
 from grpo_engine.bridges.memory.stock_bridge_file import is_stock_file, read_stock_file
 from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
-from grpo_engine.errors import BridgeError, CheckpointError, ConfigError, PeerError
+from grpo_engine.errors import BridgeError, CheckpointError, ConfigError, ModelError, PeerError
 from grpo_engine.models.optimizer_state import fault_of_state
+from grpo_engine.models.stored_weights import read_stored
 from grpo_engine.rollouts.storage.store import Store
+from grpo_engine.server.adapter_files import check_adapter
+from grpo_engine.server.torch.weights import ServedWeights
 from grpo_engine.train.batch import trainable_batch
 from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.checkpointing.journal import Journal, JournalEntry
@@ -326,3 +329,21 @@ def test_records_that_go_on_for_40_gb_are_cut_after_their_last_line_in_little_me
     finally:
         tracemalloc.stop()
     assert (path.read_bytes(), peak < 8 << 20) == (line, True)
+
+
+def test_a_pipe_in_an_adapter_or_a_checkpoint_that_a_server_loads_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    pipe(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="not a regular file"):
+        check_adapter(tmp_path, model_name="m", shapes={}, aliases={}, max_rank=8)
+    with pytest.raises(ModelError, match="not a regular file"):
+        read_stored(str(tmp_path), ["a"])
+    with pytest.raises(ModelError, match="not a regular file"):
+        ServedWeights.reload(None, tmp_path, 1)  # type: ignore[arg-type]
+
+
+def test_an_adapter_whose_settings_are_nested_too_deep_is_none(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type":' + "[" * 200_000)
+    with pytest.raises(ModelError, match=r"not an adapter: adapter_config\.json cannot be read"):
+        check_adapter(tmp_path, model_name="m", shapes={}, aliases={}, max_rank=8)

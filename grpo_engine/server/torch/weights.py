@@ -31,6 +31,7 @@ from grpo_engine.server.exports import Owner, export, fingerprint_of, take_over,
 from grpo_engine.server.receiving import Part, WeightReceiver, awaited_sender, joined
 from grpo_engine.server.staged import StagedReceiver
 from grpo_engine.wire.bridge_file import BridgeFile
+from grpo_engine.wire.codec import open_file
 from grpo_engine.wire.inference import JoinRequest, ReceiveRequest, WakeRequest
 from grpo_engine.wire.log_lines import WEIGHTS_EXPORTED
 
@@ -71,6 +72,12 @@ class ServedWeights:
         Raises:
             ModelError: the checkpoint is missing or does not fit; the served weights are unchanged.
         """
+        try:
+            for file in path.iterdir():
+                if not file.is_dir():
+                    open_file(file).close()  # a pipe would stop the whole process
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error}") from None
         fresh = _parameters_of(load_model(str(path), dtype="auto", device="cpu"))
         _check_same_shapes(path, fresh, self.parameters)
         with self.lock.writing(policy_version), torch.no_grad():
