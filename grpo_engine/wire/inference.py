@@ -99,6 +99,10 @@ SleepState = Literal["awake", "asleep", "weights"]
 """`asleep`: without weights and cache; `weights`: taking its weights from a trainer. It samples in neither."""
 
 
+ShortText = Annotated[str, Field(max_length=256)]
+"""Of a state that messages show."""
+
+
 class BridgeInfo(Message):
     """Answer of `GET /bridge/info`."""
 
@@ -107,19 +111,19 @@ class BridgeInfo(Message):
     update_count: int
     last_update_time: float
     """Unix seconds; 0 before the first update."""
-    model_name: str
-    device: str
+    model_name: str = Field(max_length=4096)
+    device: ShortText
     policy_version: int = Field(ge=0, le=2**62)
     """With room for those of the steps that a trainer adds to it."""
     logprobs_mode: LogprobsMode
     paused: bool
-    instance: str
+    instance: ShortText
     """Differs for every start of the server, so that a trainer detects a restart."""
     receives_weights: bool = False
     """Whether it can join a weight group."""
     num_ranks: int = Field(1, ge=1, le=2**16)
     """Processes that hold weights."""
-    dtype: str = ""
+    dtype: ShortText = ""
     """Of the weights, e.g. `bfloat16`."""
     can_sleep: bool = False
     """Whether it was started with sleep mode."""
@@ -279,7 +283,7 @@ class LoraStatus(Message):
     lora_available: bool
     max_lora_rank: int = 0
     """Largest supported rank."""
-    adapter_dtype: str | None = None
+    adapter_dtype: ShortText | None = None
     """Type to which the server rounds adapters, e.g. `bfloat16`; None: no rounding."""
     active_adapter_path: str | None = None
     active_adapter_name: str | None = None

@@ -170,9 +170,21 @@ def test_a_pipe_in_the_folder_that_a_server_calls_its_model_is_not_waited_for(tm
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_ranks": -5}, {"num_ranks": 10**9}, {"policy_version": 2**63 - 1}, {"policy_version": -1}]
+    "wrong",
+    [
+        {"num_ranks": -5},
+        {"num_ranks": 10**9},
+        {"policy_version": 2**63 - 1},
+        {"policy_version": -1},
+        {"model_name": "m" * 5000},
+        {"device": "c" * 300},
+        {"instance": "i" * 300},
+        {"dtype": "d" * 300},
+    ],
 )
-def test_a_server_of_no_processes_or_endless_versions_is_none_of_ours(wrong: dict[str, int]) -> None:
+def test_a_server_of_no_processes_or_with_endless_versions_or_names_is_none_of_ours(
+    wrong: dict[str, int | str],
+) -> None:
     state = {
         "enabled": True,
         "shared_weights": False,
