@@ -184,8 +184,7 @@ class RunNews:
         known = self._state().service(service)
         if known is None:
             return None
-        path = Path(known.log)
-        return LogTail(path if path.is_absolute() else self._state().run_folder / path.name)
+        return LogTail(self._state().run_folder / Path(known.log).name)
 
     async def _read_past(self) -> None:
         """While the timeline is open, follow its file and read the state at the chosen moment."""

@@ -13,8 +13,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import screen_fakes
 from launches import launch
 from recorded_runs import RECORDED, unpacked
+from shown_screen import open_app
 from terminal import Terminal
 from workplace import IDLE, Workplace, service
 
@@ -32,7 +34,7 @@ from grpo_engine.wire.run_folder import (
     STATE_FILE,
     TIMELINE_FILE,
 )
-from grpo_engine.wire.supervisor import ServiceStatus, read_from_daemon
+from grpo_engine.wire.supervisor import ServiceStatus, Snapshot, read_from_daemon
 from grpo_engine.wire.tcp_sockets import connected_stranger, own_listening_ports
 from grpo_tui.cli.arguments import folder_of_policy
 from grpo_tui.cli.export import _pin, _run_engine
@@ -47,6 +49,8 @@ from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.supervisor.keeper.proc import identify
 from grpo_tui.supervisor.probes import _explained
 from grpo_tui.supervisor.state_file import boot_id
+from grpo_tui.ui.widgets.log_page import LogPage
+from grpo_tui.ui.widgets.main.log_panel import LogLines
 from grpo_tui.view.logs.reader import LogFile, LogReader
 from grpo_tui.view.logs.search import Level, line_tests
 from grpo_tui.view.logs.structured import readable
@@ -170,6 +174,23 @@ def test_links_are_read_through_only_in_a_folder_that_nobody_else_may_write_to(
     folder.chmod(0o700)
     assert (shown.read().lines, shown.read().lines) == (("secret",), ())
     assert "secret" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+async def test_the_screen_reads_no_log_outside_the_run_folder(tmp_path: Path) -> None:
+    """Whatever path the state of a run from elsewhere names."""
+    (tmp_path / "trainer.log").write_text("secret\n")
+    folder = tmp_path / "sent"
+    folder.mkdir()
+    (folder / "trainer.log").write_text("of the run\n")
+    connection = screen_fakes.FakeConnection()
+    trainer = screen_fakes.service("trainer", log=str(tmp_path / "trainer.log"))
+    connection.send(Snapshot(number=1, status=screen_fakes.run_status(services=[trainer])))
+    async with open_app(folder, connection) as screen:
+        await screen.until_text(LogLines, "of the run")
+        await screen.go_to("logs")
+        await screen.until_text(LogPage, "of the run")
+        assert "secret" not in screen.text(LogPage)
 
 
 @pytest.mark.parametrize("link", ["policies", "policies/wolves"])

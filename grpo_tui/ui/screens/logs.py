@@ -501,5 +501,4 @@ def _lines_read(reader: LogReader, logs: LogsView, side: Side) -> LogChange | No
 
 def _path(state: ViewState, name: str) -> Path:
     service = state.service(name)
-    path = Path(service.log) if service is not None else Path(SUPERVISOR_LOG)
-    return path if path.is_absolute() else state.run_folder / path.name
+    return state.run_folder / (SUPERVISOR_LOG if service is None else Path(service.log).name)
