@@ -157,9 +157,13 @@ def main() -> NoReturn:
 
 def _check_current_folder() -> None:
     try:
-        os.getcwd()
+        folder = os.getcwd()
+        folder.encode()
     except FileNotFoundError:
         raise GrpoError("the current folder was deleted: cd to an existing one") from None
+    except UnicodeEncodeError:
+        words = f"the name of the current folder is not UTF-8: {os.fsencode(folder)!r}"
+        raise GrpoError(f"{words}; the files of a run cannot hold it: rename it, or cd to another") from None
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
