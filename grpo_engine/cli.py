@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = FINAL_ERROR if error.is_final else 1
     except KeyboardInterrupt:
         return 130
-    if command is _server and code:
+    if code and argv is None and command in {_server, _train}:
         _leave(code)
     return code
 
@@ -113,9 +113,9 @@ def _close_to_others(name: str) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit a failed server without the destructors of torch and vLLM.
+    """Exit a failed server or trainer without the destructors of torch and vLLM.
 
-    Triton's bindings report leaks there: sixty lines after the error message.
+    Triton's bindings report leaks there, sixty lines after the error message, and NCCL waits for ranks that are gone.
     """
     sys.stdout.flush()
     sys.stderr.flush()

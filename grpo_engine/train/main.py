@@ -10,8 +10,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from grpo_engine.errors import ConfigError, PeerUnavailable
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.devices import limit_threads, require_device, trainable_device
 from grpo_engine.models.loading import is_at_hand, load_tokenizer, modeling_module
-from grpo_engine.ranks.group import RankGroup
+from grpo_engine.ranks.group import RankGroup, RanksFailed
 from grpo_engine.ranks.place import RankPlace, rank_place
 from grpo_engine.ranks.watching import write_stacks_on_signal
 from grpo_engine.retrying import never
@@ -93,13 +93,24 @@ def run(config: TrainConfig, sampling: Callable[[TrainConfig, RankGroup], Sampli
         place, device=trainable_device(config.device), timeout_s=config.rank_timeout_s, num_replicas=config.num_replicas
     )
     own = None if sampling is None else sampling(config, ranks)
+    with _closing(own, ranks):
+        return _lead(config, ranks, own, tokenizer) if ranks.leads else _follow(config, ranks, own)
+
+
+@contextmanager
+def _closing(own: Sampling | None, ranks: RankGroup) -> Iterator[None]:
+    """Close the engine and leave the group at the end; not where another rank has exited, which both would wait for."""
+    has_ranks = True
     try:
-        code = _lead(config, ranks, own, tokenizer) if ranks.leads else _follow(config, ranks, own)
+        yield
+    except RanksFailed:
+        has_ranks = False
+        raise
     finally:
-        if own is not None:
-            own.engine.close()
-        ranks.close()
-    return code
+        if has_ranks:
+            if own is not None:
+                own.engine.close()
+            ranks.close()
 
 
 def prepare(config: TrainConfig) -> PreTrainedTokenizerBase | None:

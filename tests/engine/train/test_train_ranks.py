@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from rank_training import Trained, Training, make_model, run_ranks, train_on_ran
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from grpo_engine.errors import CheckpointError
-from grpo_engine.ranks.group import RankGroup
+from grpo_engine.errors import CheckpointError, PeerError
+from grpo_engine.ranks.group import RankGroup, RanksFailed
 from grpo_engine.train.checkpointing.sharded_state import FOLDER, MASTER, read_sharded
+from grpo_engine.train.main import _closing
 from grpo_engine.train.step import rank_metrics
 
 NAMES = ("step_time", "wait_time")
@@ -224,3 +227,20 @@ def test_the_metadata_of_a_rank_is_never_unpickled_though_torch_cannot_read_thos
     masters, _ = read_sharded(tmp_path, {"w": torch.zeros(2)}, {"w": torch.zeros(2)}, RankGroup())
     assert masters["w"].tolist() == [1, 1]
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "closed"),
+    [(None, ["engine", "group"]), (PeerError("a server"), ["engine", "group"]), (RanksFailed("rank 1"), [])],
+    ids=["the end", "an error", "a rank that has exited"],
+)
+def test_a_rank_waits_for_no_other_that_has_exited(error: Exception | None, closed: list[str]) -> None:
+    done: list[str] = []
+    engine = SimpleNamespace(close=lambda: done.append("engine"))
+    with (
+        nullcontext() if error is None else pytest.raises(type(error)),
+        _closing(SimpleNamespace(engine=engine), SimpleNamespace(close=lambda: done.append("group"))),  # type: ignore[arg-type]
+    ):
+        if error is not None:
+            raise error
+    assert done == closed
