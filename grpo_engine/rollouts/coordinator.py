@@ -169,7 +169,7 @@ class Coordinator:
         handout = self.state.next_batch(
             client=client, ack=ack, lease_id=secrets.token_hex(8), now=time.time(), policy_version=policy_version
         )
-        senders = self.state.senders(handout.lease) if handout.lease else []
+        senders = self.state.leases.senders(handout.lease) if handout.lease else []
         records = {id_: self.state.environments[id_] for id_ in senders if id_ in self.state.environments}
         bodies = await self._write_handout(handout) if handout.changed_anything else []
         if handout.unmet:
@@ -224,11 +224,11 @@ class Coordinator:
     def record_sent(self, lease: Lease, connection: object) -> None:
         """Record on which connection a batch is sent; call it without a pause before the send."""
         self.deliveries.add(connection, lease)
-        self.state.note_sent(lease)
+        self.state.leases.note_sent(lease)
 
     async def record_arrival(self, connection: object) -> None:
         """Record that the client's kernel has the whole batch: a restart of this service no longer affects it."""
-        await self._save_lease(self.state.note_arrival(self.deliveries.lease_on(connection)))
+        await self._save_lease(self.state.leases.note_arrival(self.deliveries.lease_on(connection)))
 
     def record_connection_end(self, connection: object, *, was_read: bool | None) -> Coroutine[None, None, None]:
         """Forget a connection on which a batch was sent. The state changes at once; awaiting writes it.
@@ -238,7 +238,7 @@ class Coordinator:
         """
         lease = self.deliveries.remove(connection)
         if was_read:
-            return self._save_lease(self.state.note_arrival(lease))
+            return self._save_lease(self.state.leases.note_arrival(lease))
         if was_read is None or time.time() - lease.delivered_at > self._config.lease_s:
             return self._save_lease(None)
         return self.reclaim(lease)

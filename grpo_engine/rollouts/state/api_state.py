@@ -29,6 +29,7 @@ from grpo_engine.rollouts.state.batch_forming import (
 )
 from grpo_engine.rollouts.state.buffering import Buffering
 from grpo_engine.rollouts.state.evaluations import state_of
+from grpo_engine.rollouts.state.leases import Leases
 from grpo_engine.rollouts.state.outcomes import Handout, Placed, Registered
 from grpo_engine.rollouts.state.queue import Queue
 from grpo_engine.rollouts.state.records import (
@@ -112,7 +113,6 @@ class ApiState:
             random: chooses what a window or a buffer delivers.
             max_staleness: bound on the staleness of delivered groups; a stricter bound of the trainer wins.
         """
-        self._lease_s = lease_s
         self._liveness_s = liveness_s
         self._buffering = buffering or Buffering()
         self.selection = Selection(
@@ -131,19 +131,15 @@ class ApiState:
         self.evaluation = stored.evaluation
         self._registered_at = now
         """Time of the latest registration of an environment; after a restart, now."""
-        # A stock client whose answer was cut off by our restart sends the same request as one that received it.
-        self.leases = {
-            x.id: replace(x, is_sent=x.has_arrived, is_open=x.is_open or not (x.is_explicit or x.has_arrived))
-            for x in stored.leases
-        }
         self.queue = Queue(group for group, place in stored.groups if place == QUEUE)
         self.buffers: dict[int, list[QueuedGroup]] = {}
-        self._leased: dict[int, QueuedGroup] = {}
+        leased = []
         for group, place in stored.groups:
             if place == BUFFER and group.env_id is not None:
                 self.buffers.setdefault(group.env_id, []).append(group)
             elif place != QUEUE:
-                self._leased[group.id] = group
+                leased.append(group)
+        self.leases = Leases(stored.leases, leased, lease_s=lease_s)
         self._next_group = 1 + max((group.id for group, _ in stored.groups), default=-1)
         self.ahead = SamplingAhead()
         self._limits: dict[int, SamplingLimit] = {}
@@ -169,13 +165,12 @@ class ApiState:
             self.run = RunRecord(request=request, uuid=uuid, step=request.starting_step)
             return Registered(changes=f"first registration; {len(self.queue)} groups queued")
         # A trainer that was killed during its last batch asks for it again; one that ended has acknowledged it.
-        has_open_batch = request.starting_step < request.num_steps and any(x.is_explicit for x in self.leases.values())
+        has_open_batch = request.starting_step < request.num_steps and self.leases.has_explicit
         is_extended = 0 < before.step == request.starting_step < request.num_steps
         goes_on = not before.is_over or has_open_batch or is_extended
         if before.request.checkpoint_dir == request.checkpoint_dir and goes_on:
             step = request.starting_step or before.step
             self.run = replace(before, request=request, uuid=uuid, step=step, is_left=False)
-            self.leases = {id_: _opened(lease) for id_, lease in self.leases.items()}
             changed = [
                 f"{name} {old} → {new}"
                 for name, old in before.request.model_dump().items()
@@ -183,9 +178,9 @@ class ApiState:
             ]
             changes = f"continues at step {step}; {len(self.queue)} groups kept"
             changes = f"{changes}; changed: {', '.join(changed) or 'nothing'}"
-            return Registered(changes=changes, opened=tuple(self.leases.values()))
-        dropped = (*self._leased, *(group.id for group in self._waiting()))
-        self.queue, self.leases, self._leased, self.buffers = Queue(), {}, {}, {}
+            return Registered(changes=changes, opened=self.leases.offer_all_again())
+        dropped = (*self.leases.clear(), *(group.id for group in self._waiting()))
+        self.queue, self.buffers = Queue(), {}
         self.run = RunRecord(request=request, uuid=uuid, step=request.starting_step)
         reason = "the earlier run is complete" if before.is_over else "another checkpoint_dir"
         return Registered(changes=f"new run ({reason}); {len(dropped)} groups dropped", dropped=dropped)
@@ -207,39 +202,24 @@ class ApiState:
         if policy_version is not None:  # also when it returned to an older checkpoint
             self.selection.newest_version = policy_version
         self.run = replace(self.run, has_started=True)
-        acknowledged = [lease.id for lease in self.leases.values() if _is_acknowledged(lease, client, ack)]
+        acknowledged = self.leases.acknowledged_by(client, ack)
         kept = self._finish(acknowledged)
         if acknowledged:
             self.slots.freed(now)
         returned = self._release_buffers(now)
-        for lease in list(self.leases.values()):
-            is_lost = lease.is_explicit and ack is not None
-            is_of_another = lease.client != client or not lease.is_sent
-            has_expired = is_of_another and now - lease.delivered_at > self._lease_s
-            if not (lease.is_open or is_lost or has_expired):
-                continue
+        for lease in self.leases.offered_to(client, ack, now):
             if lease.num_sequences == self.run.request.batch_size:
-                again = Lease(
-                    id=lease.id,
-                    group_ids=lease.group_ids,
-                    num_sequences=lease.num_sequences,
-                    client=client,
-                    is_explicit=ack is not None,
-                    delivered_at=now,
-                )
-                self.leases[lease.id] = again
                 return Handout(
-                    lease=again,
+                    lease=self.leases.deliver_again(lease, client=client, is_explicit=ack is not None, now=now),
                     acknowledged=tuple(acknowledged),
                     returned=tuple(returned),
                     kept=tuple(kept),
                     is_repeated=True,
                     has_started_now=has_started_now,
                 )
-            del self.leases[lease.id]
             acknowledged.append(lease.id)
             returned += lease.group_ids
-            self._put_back(lease.group_ids)
+            self._enqueue(self.leases.remove(lease.id))
         stale = self.selection.stale(self.queue, self.run)
         self.queue.take(group.id for group in stale)
         shares = _shares(self.live_environments(now))
@@ -288,44 +268,18 @@ class ApiState:
     def note_served(self, lease_id: str, policy_version: int, now: float) -> Lease | None:
         """A leased batch was trained, and inference serves this version: its slots are free. None: it is unknown."""
         self.trainer_seen = now
-        lease = self.leases.get(lease_id)
-        if lease is None or lease.is_open:
-            return None
-        self.selection.newest_version = policy_version
-        self.slots.freed(now)
-        self.leases[lease_id] = replace(lease, is_served=True)
-        return self.leases[lease_id]
-
-    def note_sent(self, delivered: Lease) -> None:
-        """Record that a batch is being sent."""
-        if (lease := self._current(delivered)) is not None:
-            self.leases[lease.id] = replace(lease, is_sent=True)
-
-    def senders(self, lease: Lease) -> list[int | None]:
-        """Environment ids of the groups of a lease; None where a group has none."""
-        return [self._leased[id_].env_id for id_ in lease.group_ids]
+        lease = self.leases.note_served(lease_id)
+        if lease is not None:
+            self.selection.newest_version = policy_version
+            self.slots.freed(now)
+        return lease
 
     def reclaim(self, delivered: Lease) -> Lease | None:
         """Offer a batch again that its client cannot have read; None where that was done before."""
-        lease = self._current(delivered)
-        if lease is None or lease.is_open:
-            return None
-        self.leases[lease.id] = _opened(lease)
-        self.selection.mark_formable()
-        return self.leases[lease.id]
-
-    def note_arrival(self, delivered: Lease) -> Lease | None:
-        """Record that a batch arrived at its client; None where that changes nothing."""
-        lease = self._current(delivered)
-        if lease is None or lease.is_explicit or lease.is_open or lease.has_arrived:
-            return None
-        self.leases[lease.id] = replace(lease, has_arrived=True)
-        return self.leases[lease.id]
-
-    def _current(self, delivered: Lease) -> Lease | None:
-        """The current lease; None where it was acknowledged or offered to another client since this delivery."""
-        lease = self.leases.get(delivered.id)
-        return lease if lease is not None and lease.delivered_at == delivered.delivered_at else None
+        lease = self.leases.offer_again(delivered)
+        if lease is not None:
+            self.selection.mark_formable()
+        return lease
 
     # --- environments ----------------------------------------------------------------------------------------------
 
@@ -560,13 +514,9 @@ class ApiState:
 
         Environments ask many times a second, and a batch has thousands of groups: they are only looked at where needed.
         """
-        leases = [lease for lease in self.leases.values() if not lease.is_served]
-        if not is_by_environment and self._buffering.kind != "replay":
-            return Counter({None: sum(lease.num_sequences for lease in leases)})
-        untrained: Counter[int | None] = Counter()
-        for group in (self._leased[id_] for lease in leases for id_ in lease.group_ids):
-            untrained[group.env_id] += 0 if group.uses else group.num_sequences
-        return untrained
+        if is_by_environment or self._buffering.kind == "replay":
+            return self.leases.num_first_untrained()
+        return Counter({None: self.leases.num_untrained()})
 
     def grant_slots(self, env_id: int, num_groups: int) -> None:
         """Grant what `num_startable` said."""
@@ -673,7 +623,6 @@ class ApiState:
         assert self.run is not None
         if not batch:
             return None
-        self._leased |= {group.id: group for group in self.queue.take(group.id for group in batch)}
         self.run = replace(self.run, step=self.run.step + 1)
         lease = Lease(
             id=lease_id,
@@ -683,7 +632,7 @@ class ApiState:
             is_explicit=is_explicit,
             delivered_at=now,
         )
-        self.leases[lease.id] = lease
+        self.leases.add(lease, self.queue.take(lease.group_ids))
         return lease
 
     def _release_buffers(self, now: float) -> list[int]:
@@ -696,12 +645,8 @@ class ApiState:
 
     def _finish(self, lease_ids: Sequence[str]) -> list[QueuedGroup]:
         """Forget acknowledged batches; their groups that may be delivered again go into the queue, and are returned."""
-        kept = []
-        for id_ in lease_ids:
-            for group_id in self.leases.pop(id_).group_ids:
-                group = self._leased.pop(group_id, None)
-                if group is not None and group.uses + 1 < self._buffering.max_uses:
-                    kept.append(replace(group, uses=group.uses + 1))
+        used = [replace(group, uses=group.uses + 1) for id_ in lease_ids for group in self.leases.remove(id_)]
+        kept = [group for group in used if group.uses < self._buffering.max_uses]
         if kept:
             self._enqueue(kept)
         return kept
@@ -711,9 +656,6 @@ class ApiState:
         evicted = [group.id for group in self._buffering.evicted(self.queue, batch_size)]
         self.queue.take(evicted)
         return tuple(evicted)
-
-    def _put_back(self, ids: Iterable[int]) -> None:
-        self._enqueue(self._leased.pop(id_) for id_ in ids)
 
     def _enqueue(self, groups: Iterable[QueuedGroup]) -> None:
         """Add to the queue, which stays in order of arrival."""
@@ -725,17 +667,6 @@ class ApiState:
 
     def _waiting(self) -> list[QueuedGroup]:
         return [*self.queue, *self._buffered()]
-
-
-def _is_acknowledged(lease: Lease, client: str, ack: str | None) -> bool:
-    if ack is not None:
-        return lease.id == ack
-    return lease.is_sent and not lease.is_explicit and not lease.is_open and lease.client == client
-
-
-def _opened(lease: Lease) -> Lease:
-    """The lease, to be offered again."""
-    return replace(lease, is_open=True, is_sent=False, has_arrived=False)
 
 
 def _shares(live: Sequence[EnvironmentRecord]) -> dict[int, float]:
