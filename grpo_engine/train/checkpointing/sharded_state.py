@@ -6,9 +6,7 @@ https://docs.pytorch.org/docs/stable/distributed.checkpoint.html.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,12 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -34,6 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from grpo_engine.errors import CheckpointError
 from grpo_engine.models.places import Place, place_of, whole_shape
 from grpo_engine.ranks.group import RankGroup
+from grpo_engine.train.checkpointing.stored_parts import METADATA, PartsReader, read_metadata
 
 FOLDER = "trainer"
 """Below a checkpoint."""
@@ -92,7 +89,7 @@ def write_sharded(folder: Path, parts: Mapping[str, Any], ranks: WritingRanks) -
 
 def is_sharded_state(folder: Path) -> bool:
     """Whether the checkpoint in `folder` was written by several ranks."""
-    return (folder / FOLDER / ".metadata").is_file()
+    return (folder / FOLDER / METADATA).is_file()
 
 
 def read_sharded(
@@ -136,11 +133,12 @@ def read_sharded(
         else:
             state[key] = torch.empty(entry.size, dtype=properties.dtype)
     try:
-        reader = _CheckedReader(folder / FOLDER, metadata)
+        reader = PartsReader(folder / FOLDER, metadata)
         load(state, storage_reader=reader, process_group=ranks.announcements, no_dist=ranks.size == 1)
-    except (CheckpointException, OSError, pickle.UnpicklingError, RuntimeError, ValueError) as error:
+    except (CheckpointException, OSError, RuntimeError, ValueError) as error:  # the first is no Exception
+        why = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         raise CheckpointError(
-            f"{folder / FOLDER}: unreadable ({error}); remove {folder} to resume from the previous checkpoint"
+            f"{folder / FOLDER}: unreadable ({why}); remove {folder} to resume from the previous checkpoint"
         ) from error
     local = {key: _local(value) for key, value in state.items()}
     optimizer: dict[str, dict[str, Any]] = {name: {} for name in masters}
@@ -151,62 +149,19 @@ def read_sharded(
     return {name: local[MASTER + name] for name in masters}, optimizer
 
 
-class _CheckedReader(FileSystemReader):
-    """Reads tensors only: torch's own would unpickle the metadata once more, or other files where that fails."""
-
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._metadata = metadata
-
-    def read_metadata(self) -> Metadata:  # without the parameters, by which torch asks for those other files
-        return replace(self._metadata, storage_meta=StorageMeta(load_id=self.load_id))
-
-
-class _PlainMetadata(pickle.Unpickler):
-    """Reads `.metadata`, which torch pickles, with the classes that it has there; others could run code."""
-
-    _ALLOWED = frozenset(
-        {
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            ("pathlib", "PosixPath"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_known = (module, name) in self._ALLOWED or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        )
-        if not is_known and (module != "torch.distributed.checkpoint.metadata" or "." in name):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has")
-        found = super().find_class(module, name)
-        if not is_known and getattr(found, "__module__", None) != module:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has")
-        return found
-
-
 def _read_metadata(folder: Path) -> Metadata:
     """What is in the checkpoint.
 
     Raises:
         CheckpointError: it is damaged, or would run code when torch reads it.
     """
-    path = folder / FOLDER / ".metadata"
     try:
-        with path.open("rb") as file:
-            metadata = _PlainMetadata(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
-        for key, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):  # torch would unpickle its content
-                raise pickle.UnpicklingError(f"{key} is no tensor")
+        return read_metadata(folder / FOLDER)
     except Exception as error:  # unpickling raises any class
         raise CheckpointError(
-            f"{path}: unreadable ({type(error).__name__}: {error}); "
+            f"{folder / FOLDER / METADATA}: unreadable ({type(error).__name__}: {error}); "
             f"remove {folder} to resume from the previous checkpoint"
         ) from error
-    return metadata
 
 
 def _key(name: str, kind: str, value: Any, master: Tensor, rank: int) -> str:
