@@ -501,7 +501,8 @@ def who_waits(trainer: float, generation: float, limit: tuple[str, str] | None =
         )
         hint = (
             "give inference more: replicas of the server on more GPUs, a larger --gpu-memory-utilization, more "
-            "--max-workers of the environment; or lower --max-tokens"
+            "--max-workers of the environment; spare vLLM a prefill at each update by --keep-kv-cache; or lower "
+            "--max-tokens"
         )
         if limit is not None:
             text, hint = f"{text}; {limit[0]}", limit[1]
