@@ -110,7 +110,7 @@ class Admission:
             return True
         # The queue makes no batch as it is: admit environments whose groups could complete one.
         own = state.queue.sequences_by_environment
-        are_known = senders <= {None, *state.environments}
+        are_known = senders <= {None, *state.environments.records}
         return state.selection.is_stuck and are_known and all(own[id_] < batch_size for id_ in senders)
 
     def _full(self) -> Refusal:

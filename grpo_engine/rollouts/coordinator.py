@@ -122,7 +122,7 @@ class Coordinator:
     @property
     def environment_names(self) -> Mapping[int, str]:
         """Names by id, for messages; looked up and not copied, since there is one call for each post."""
-        return _Names(self.state.environments)
+        return _Names(self.state.environments.records)
 
     # --- trainer ---------------------------------------------------------------------------------------------------
 
@@ -170,7 +170,8 @@ class Coordinator:
             client=client, ack=ack, lease_id=secrets.token_hex(8), now=time.time(), policy_version=policy_version
         )
         senders = self.state.leases.senders(handout.lease) if handout.lease else []
-        records = {id_: self.state.environments[id_] for id_ in senders if id_ in self.state.environments}
+        registered = self.state.environments.records
+        records = {id_: registered[id_] for id_ in senders if id_ in registered}
         bodies = await self._write_handout(handout) if handout.changed_anything else []
         if handout.unmet:
             _event(logging.WARNING, "batch formed without a guaranteed share", environments=first_of(handout.unmet))
@@ -267,14 +268,14 @@ class Coordinator:
         Raises:
             Refusal: 503 when there are `MAX_ENVIRONMENTS`, or the write failed.
         """
-        if len(self.state.environments) >= MAX_ENVIRONMENTS:
+        if len(self.state.environments.records) >= MAX_ENVIRONMENTS:
             detail = f"environments have registered {MAX_ENVIRONMENTS:,} times in this run: use a new store"
             raise Refusal(503, detail, "full")
-        before = dict(self.state.environments)
+        before = dict(self.state.environments.records)
         record = self.state.register_environment(request, time.time())
         if record is not None:
             # Including the environments that it replaces: else they would be connected again after a restart.
-            changed = [each for each in self.state.environments.values() if before.get(each.id) != each]
+            changed = [each for each in self.state.environments.records.values() if before.get(each.id) != each]
             await self._write(lambda: self._store.save_environments(*changed))
             _event(
                 logging.INFO,
@@ -360,7 +361,7 @@ class Coordinator:
 
     def _status_after_wait(self, env_id: int) -> EnvironmentStatus | None:
         """The environment may have disconnected: a request from before must not mark it as connected again."""
-        record = self.state.environments.get(env_id)
+        record = self.state.environments.records.get(env_id)
         is_heard = record is not None and record.is_connected
         return self.state.environment_status(env_id, time.time(), is_heard=is_heard)
 
@@ -451,7 +452,7 @@ class Coordinator:
         record = self.state.evaluation
         if record is None or record.order.id != id_ or record.is_closed:
             raise Refusal(404, f"evaluation {id_} is closed or unknown", "evaluation")
-        environment = self.state.environments.get(answer.env_id)
+        environment = self.state.environments.records.get(answer.env_id)
         if environment is None:
             raise Refusal(404, f"environment {answer.env_id} is not registered: POST /register-env", "unknown_id")
         fault = answer.fault(record.order)
@@ -580,7 +581,8 @@ class Coordinator:
         effect = "groups and batches are refused with 503, and asked for again"
         self._reporter.cannot_write(self._store_path, error, effect=effect)
         before, self.state = self.state, self._state_from(stored)
-        self.state.last_seen |= {id_: at for id_, at in before.last_seen.items() if id_ in self.state.environments}
+        last_seen = self.state.environments.last_seen
+        last_seen |= {id_: at for id_, at in before.environments.last_seen.items() if id_ in last_seen}
         self.state.trainer_seen = before.trainer_seen
         self.state.slots, self.state.ahead = before.slots, before.ahead
         self.latest_body, self._posts = stored.latest_body, stored.posts

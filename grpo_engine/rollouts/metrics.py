@@ -69,13 +69,14 @@ class _Snapshot(Collector):
             ("batches_repeated", "Batches offered again.", counters.batches_repeated),
             ("held", "Posts that waited for room in the queue.", admission.num_ever_held),
         ]
+        num_live = len(state.environments.live(now).records)
         self._gauges: list[tuple[str, str, int]] = [
             ("held", "Posts that wait for room in the queue.", admission.num_held),
             ("queued_groups", "Groups in the queue.", len(state.queue)),
             ("queued_sequences", "Sequences in the queue.", state.num_waiting_sequences()),
             ("queued_bytes", "Bytes in the queue.", state.num_waiting_bytes()),
             ("leases", "Batches delivered and not acknowledged.", len(state.leases)),
-            ("live_environments", "Environments that sent a request lately.", len(state.live_environments(now))),
+            ("live_environments", "Environments that sent a request lately.", num_live),
             ("step", "Batches of this run delivered.", state.run.step if state.run else 0),
         ]
 

@@ -281,7 +281,7 @@ def _add_observer_routes(app: FastAPI) -> None:
     async def status(request: Request) -> dict[str, Any]:
         coordinator = _coordinator(request)
         state = coordinator.state
-        names = [record.name for record in state.live_environments(time.time())]
+        names = [record.name for record in state.environments.live(time.time()).records]
         return {
             "current_step": state.run.step if state.run else 0,
             "num_steps": state.run.request.num_steps if state.run else None,
@@ -333,7 +333,7 @@ def _refuse_superseded(coordinator: Coordinator, uuid: int | None) -> None:
 
 def _small(coordinator: Coordinator, groups: Sequence[CheckedGroup], placed: Sequence[Placed]) -> list[Placed]:
     """Where the groups went that are smaller than their environment's group size, and so pass through its buffer."""
-    records = coordinator.state.environments
+    records = coordinator.state.environments.records
     return [
         each
         for each, group in zip(placed, groups, strict=bool(placed))

@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from random import Random
 
 from grpo_engine.errors import first_of
@@ -28,6 +28,7 @@ from grpo_engine.rollouts.state.batch_forming import (
     why_unreachable,
 )
 from grpo_engine.rollouts.state.buffering import Buffering
+from grpo_engine.rollouts.state.environments import Environments, Live
 from grpo_engine.rollouts.state.evaluations import state_of
 from grpo_engine.rollouts.state.leases import Leases
 from grpo_engine.rollouts.state.outcomes import Handout, Placed, Registered
@@ -59,28 +60,8 @@ from grpo_engine.wire.supervisor import MAX_VERSIONS, VersionsInFlight
 MIN_ENVIRONMENT_WEIGHT = 0.01
 """Least `env_weight` of an environment, as in the stock API."""
 
-REPLACED_AFTER_S = 3.0
-"""Time without a request after which an environment is replaced by a new registration of its name: its restart. Running
-environments send requests several times a second, or every five seconds while idle; any request reconnects one."""
-
 BUFFER_LIMIT = 4
 """Capacity of an environment's buffer in group sizes; beyond it the oldest small groups are queued as they are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Alive:
-    """The live environments at a time, and what follows from who they are."""
-
-    records: list[EnvironmentRecord]
-    ids: frozenset[int]
-    absent: Set[int]
-    """All others."""
-    shares: dict[int, float]
-    total_claim: float
-    since: float
-    until: float
-    """None of them can have lapsed before."""
-
 
 _SAMPLING_LIMITS = (
     SamplingLimit.BATCHES_AHEAD,
@@ -124,13 +105,9 @@ class ApiState:
         self.selection.newest_version = max((group.policy_version or 0 for group, _ in stored.groups), default=0)
         self.selection.has_spent = any(group.uses >= self._buffering.max_uses for group, _ in stored.groups)
         self.run = stored.run
-        self.environments = {environment.id: environment for environment in stored.environments}
-        self._last_alive: _Alive | None = None
-        self.last_seen = dict.fromkeys(self.environments, now)
+        self.environments = Environments(stored.environments, liveness_s=liveness_s, now=now)
         self.trainer_seen: float | None = None
         self.evaluation = stored.evaluation
-        self._registered_at = now
-        """Time of the latest registration of an environment; after a restart, now."""
         self.queue = Queue(group for group, place in stored.groups if place == QUEUE)
         self.buffers: dict[int, list[QueuedGroup]] = {}
         leased = []
@@ -144,7 +121,7 @@ class ApiState:
         self.ahead = SamplingAhead()
         self._limits: dict[int, SamplingLimit] = {}
         """By environments that follow it: what limits them."""
-        self._last_limit: tuple[_Alive, SamplingLimit | None] | None = None
+        self._last_limit: tuple[Live, SamplingLimit | None] | None = None
         """What limits those that are live, counted again only where it may have changed."""
         self._asked_since: float | None = None
         """Since when the trainer has asked for a batch that there was not."""
@@ -222,8 +199,7 @@ class ApiState:
             self._enqueue(self.leases.remove(lease.id))
         stale = self.selection.stale(self.queue, self.run)
         self.queue.take(group.id for group in stale)
-        shares = _shares(self.live_environments(now))
-        batch, unmet = self.selection.choose(self.queue, self.run, shares, now)
+        batch, unmet = self.selection.choose(self.queue, self.run, self.environments.live(now).shares, now)
         self._note_wait(batch, now)
         new = self._lease(batch, client=client, is_explicit=ack is not None, lease_id=lease_id, now=now)
         return Handout(
@@ -233,7 +209,7 @@ class ApiState:
             kept=tuple(kept),
             dropped=tuple(group.id for group in stale),
             num_never_used=sum(not group.uses for group in stale),
-            unmet=tuple(self.environments[id_].name for id_ in unmet),
+            unmet=tuple(self.environments.records[id_].name for id_ in unmet),
             has_started_now=has_started_now,
             ahead=self.batches_ahead(now) if new is not None else None,
         )
@@ -290,67 +266,17 @@ class ApiState:
         """
         if self.run is None or not self.run.has_started or self.trainer_seen is None:
             return None
-        id_ = len(self.environments)
-        num_same_name = sum(other.desired_name == request.desired_name for other in self.environments.values())
-        record = EnvironmentRecord(
-            id=id_,
-            desired_name=request.desired_name,
-            name=f"{request.desired_name}_{num_same_name}",
-            weight=request.weight,
-            group_size=request.group_size,
-            max_token_length=request.max_token_length,
-            min_batch_allocation=request.min_batch_allocation,
-            evaluates=request.evaluates,
-            takes_slots=request.takes_slots,
-        )
-        for other in self.environments.values():
-            if other.desired_name == request.desired_name and now - self.last_seen[other.id] > REPLACED_AFTER_S:
-                self.environments[other.id] = replace(other, is_connected=False)
-        self.environments[id_] = record
-        self._last_alive = None
-        self.last_seen[id_] = self._registered_at = now
-        self.slots.joined(id_, now)
+        record = self.environments.register(request, now)
+        self.slots.joined(record.id, now)
         self.selection.mark_formable()
         return record
 
     def disconnect(self, env_id: int) -> EnvironmentRecord | None:
         """Record that an environment disconnected; None when there is none of that id."""
-        record = self.environments.get(env_id)
-        if record is None:
-            return None
-        self.environments[env_id] = replace(record, is_connected=False)
-        self._last_alive = None
-        self.selection.mark_formable()
-        return self.environments[env_id]
-
-    def live_environments(self, now: float) -> list[EnvironmentRecord]:
-        """Environments that are connected and sent a request within `liveness_s`; shares of all others have lapsed."""
-        return self._alive(now).records
-
-    def _alive(self, now: float) -> _Alive:
-        """The live environments, counted again only where that may have changed: a thousand ask ten times a second."""
-        alive = self._last_alive
-        if alive is None or not alive.since <= now <= alive.until:
-            records = [record for record in self.environments.values() if self._is_live(record.id, now)]
-            alive = self._last_alive = _Alive(
-                records=records,
-                ids=frozenset(record.id for record in records),
-                absent=self.environments.keys() - {record.id for record in records},
-                shares=_shares(records),
-                total_claim=sum(map(_claim, records)),
-                since=now,
-                until=min((self.last_seen[record.id] for record in records), default=now) + self._liveness_s,
-            )
-        return alive
-
-    def _hear(self, env_id: int, now: float) -> None:
-        """Note a request of an environment, which shows that it runs."""
-        self.last_seen[env_id] = now
-        if self._last_alive is not None and env_id in self._last_alive.absent:
-            self._last_alive = None
-
-    def _is_live(self, env_id: int, now: float) -> bool:
-        return self.environments[env_id].is_connected and now - self.last_seen[env_id] <= self._liveness_s
+        record = self.environments.disconnect(env_id)
+        if record is not None:
+            self.selection.mark_formable()
+        return record
 
     def place(
         self,
@@ -374,9 +300,9 @@ class ApiState:
         )
         self._next_group += 1
         self.selection.newest_version = max(self.selection.newest_version, policy_version or 0)
-        environment = self.environments.get(env_id) if env_id is not None else None
+        environment = self.environments.records.get(env_id) if env_id is not None else None
         if environment is not None:
-            self._hear(environment.id, now)
+            self.environments.hear(environment.id, now)
             self.slots.arrived(environment.id, environment.group_size, now)
         if environment is None or num_sequences >= environment.group_size:
             self._enqueue([group])
@@ -404,17 +330,14 @@ class ApiState:
         Args:
             is_heard: whether this answers a request of the environment, which shows that it runs.
         """
-        asker = self.environments.get(env_id)
+        asker = self.environments.records.get(env_id)
         if asker is None:
             return None
         if is_heard:
-            self._hear(env_id, now)
-            if not asker.is_connected:
-                asker = self.environments[env_id] = replace(asker, is_connected=True)
-        live = self._alive(now)
-        shares = live.shares
+            asker = self.environments.reconnect(env_id, now)
+        live = self.environments.live(now)
         batch_size = self.run.request.batch_size if self.run else 0
-        least = least_sequences(batch_size, shares)
+        least = least_sequences(batch_size, live.shares)
         largest = self.queue.largest_group()
         own = self.queue.unused_by_environment[env_id]
         if not least and self.queue.has_one_size():  # nothing is rounded: a thousand senders are not added up
@@ -428,10 +351,10 @@ class ApiState:
         return EnvironmentStatus(
             current_step=self.run.step if self.run else 0,
             queue_size=(own + others) // asker.group_size,
-            unallocated_fraction=1.0 - min(1.0, sum(shares.values())),
+            unallocated_fraction=1.0 - min(1.0, sum(live.shares.values())),
             self_queue_size=own // asker.group_size,
             max_group_size=largest,
-            env_weight=max(MIN_ENVIRONMENT_WEIGHT, _weight(asker, live)),
+            env_weight=max(MIN_ENVIRONMENT_WEIGHT, live.weight(asker)),
             evaluation=self._order_for(asker),
             is_evaluation_to_come=(asker.evaluates and self._is_evaluation_to_come(now)) or None,
             needs_no_more=(asker.takes_slots and self.run is not None and self.run.is_over) or None,
@@ -442,7 +365,7 @@ class ApiState:
 
     def report_limit(self, env_id: int, limit: SamplingLimit) -> None:
         """An environment that follows the number of batches ahead says what keeps it from sampling more."""
-        if env_id in self.environments and self._limits.get(env_id) is not limit:
+        if env_id in self.environments.records and self._limits.get(env_id) is not limit:
             self._limits[env_id] = limit
             self._last_limit = None
 
@@ -455,17 +378,17 @@ class ApiState:
 
     def _sampling_limit(self, now: float) -> SamplingLimit | None:
         """What limits the live environments: the number itself, as long as it limits one of them; None: none says."""
-        alive = self._alive(now)
-        if self._last_limit is None or self._last_limit[0] is not alive:
-            limits = {limit for env_id, limit in self._limits.items() if env_id in alive.ids}
-            self._last_limit = alive, next((limit for limit in _SAMPLING_LIMITS if limit in limits), None)
+        live = self.environments.live(now)
+        if self._last_limit is None or self._last_limit[0] is not live:
+            limits = {limit for env_id, limit in self._limits.items() if env_id in live.ids}
+            self._last_limit = live, next((limit for limit in _SAMPLING_LIMITS if limit in limits), None)
         return self._last_limit[1]
 
     # --- slots -----------------------------------------------------------------------------------------------------
 
     def report_sampling(self, env_id: int, num_groups: int) -> bool:
         """An environment says how many groups it samples or has yet to post; True where this frees slots."""
-        bound, asker = self.selection.staleness_bound(self.run), self.environments.get(env_id)
+        bound, asker = self.selection.staleness_bound(self.run), self.environments.records.get(env_id)
         num_slots = None if bound is None or self.run is None else (bound + 1) * self.run.request.batch_size
         return asker is not None and self.slots.report(env_id, num_groups * asker.group_size, num_slots)
 
@@ -483,29 +406,28 @@ class ApiState:
             num_older=sum(counts[version] for version in versions[MAX_VERSIONS:]),
             num_unversioned=num_unversioned,
             num_sampled=sum(
-                math.ceil(sampled.get(each.id, 0) / each.group_size) for each in self.live_environments(now)
+                math.ceil(sampled.get(each.id, 0) / each.group_size) for each in self.environments.live(now).records
             ),
         )
 
     def num_startable(self, env_id: int, demand: Demand, now: float) -> int | None:
         """Groups that an environment may start now; None where staleness has no bound, and so no slots."""
-        bound, asker = self.selection.staleness_bound(self.run), self.environments.get(env_id)
+        bound, asker = self.selection.staleness_bound(self.run), self.environments.records.get(env_id)
         if bound is None or self.run is None or asker is None:
             return None
-        live = self._alive(now)
-        shares = live.shares
+        live = self.environments.live(now)
         return self.slots.num_startable(
-            Claim(env_id=env_id, group_size=asker.group_size, weight=_weight(asker, live)),
+            Claim(env_id=env_id, group_size=asker.group_size, weight=live.weight(asker)),
             demand,
             Traffic(
                 batch_size=self.run.request.batch_size,
                 num_batches=bound + 1,
                 queue=self.queue,
-                leased=self._untrained(is_by_environment=bool(shares)),
+                leased=self._untrained(is_by_environment=bool(live.shares)),
                 is_stuck=self.selection.is_stuck,
             ),
             live=live.ids,
-            shares=shares,
+            shares=live.shares,
             waits_for_shares_since=now - self.selection.share_wait_s,
         )
 
@@ -520,7 +442,7 @@ class ApiState:
 
     def grant_slots(self, env_id: int, num_groups: int) -> None:
         """Grant what `num_startable` said."""
-        self.slots.grant(env_id, num_groups * self.environments[env_id].group_size)
+        self.slots.grant(env_id, num_groups * self.environments.records[env_id].group_size)
 
     # --- evaluations -----------------------------------------------------------------------------------------------
 
@@ -540,7 +462,7 @@ class ApiState:
     def answer_evaluation(self, answer: EvaluationAnswer, now: float) -> EvaluationRecord:
         """Store what an environment measured; a later answer replaces an earlier one."""
         assert self.evaluation is not None
-        self._hear(answer.env_id, now)
+        self.environments.hear(answer.env_id, now)
         others = (other for other in self.evaluation.answers if other.env_id != answer.env_id)
         self.evaluation = replace(self.evaluation, answers=(*others, answer))
         return self.evaluation
@@ -557,11 +479,11 @@ class ApiState:
             return None
         return state_of(
             self.evaluation,
-            self.environments,
-            self.last_seen,
-            self.live_environments(now),
+            self.environments.records,
+            self.environments.last_seen,
+            self.environments.live(now).records,
             known_since=self.evaluation.ordered_at - self._liveness_s,
-            registered_at=self._registered_at,
+            registered_at=self.environments.registered_at,
             now=now,
         )
 
@@ -599,23 +521,23 @@ class ApiState:
         """Why no batch can form: sizes that never add up, an unmet guaranteed share, or no live environment."""
         if self.run is None:
             return None
-        live = self.live_environments(now)
+        environments, live = self.environments, self.environments.live(now)
         is_short = self.selection.is_stuck or self.queue.num_sequences < self.run.request.batch_size
-        if not live and self.environments and is_short and not self.run.is_over:
-            last = max(self.environments.values(), key=lambda each: self.last_seen[each.id])
+        if not live.records and environments.records and is_short and not self.run.is_over:
+            last = max(environments.records.values(), key=lambda each: environments.last_seen[each.id])
             what = "sent its last request" if last.is_connected else "disconnected"
             # The time, not the seconds since then: a text that changes is logged again at every request.
-            at = time.strftime("%H:%M:%S", time.localtime(self.last_seen[last.id]))
+            at = time.strftime("%H:%M:%S", time.localtime(environments.last_seen[last.id]))
             return f"no environment is live: {last.name} {what} at {at}; check its log, or start one"
-        short = short_of(self.queue, self.run.request.batch_size, _shares(live))
+        short = short_of(self.queue, self.run.request.batch_size, live.shares)
         if short and self.selection.waits_long_for_shares(now):
-            names = first_of(self.environments[id_].name for id_ in short)
+            names = first_of(environments.records[id_].name for id_ in short)
             return (
                 f"enough groups are queued, but too few of {names}, which has a guaranteed share: check its log, or "
                 f"lower min_batch_allocation; after {self.selection.share_wait_s:g} s batches form without it"
             )
-        suppliers = [Supplier(env_id=e.id, name=e.name, group_size=e.group_size) for e in live]
-        return why_unreachable(self.queue.num_groups, suppliers, self.run.request.batch_size, _shares(live))
+        suppliers = [Supplier(env_id=e.id, name=e.name, group_size=e.group_size) for e in live.records]
+        return why_unreachable(self.queue.num_groups, suppliers, self.run.request.batch_size, live.shares)
 
     def _lease(
         self, batch: Sequence[QueuedGroup], *, client: str, is_explicit: bool, lease_id: str, now: float
@@ -637,8 +559,8 @@ class ApiState:
 
     def _release_buffers(self, now: float) -> list[int]:
         """Queue the buffered groups of environments that are not live: no more groups will complete them."""
-        alive = {environment.id for environment in self.live_environments(now)} if self.buffers else set()
-        orphaned = [group for env_id in self.buffers.keys() - alive for group in self.buffers.pop(env_id)]
+        absent = self.buffers.keys() - self.environments.live(now).ids if self.buffers else ()
+        orphaned = [group for env_id in absent for group in self.buffers.pop(env_id)]
         if orphaned:
             self._enqueue(orphaned)
         return [group.id for group in orphaned]
@@ -667,18 +589,3 @@ class ApiState:
 
     def _waiting(self) -> list[QueuedGroup]:
         return [*self.queue, *self._buffered()]
-
-
-def _shares(live: Sequence[EnvironmentRecord]) -> dict[int, float]:
-    return {e.id: e.min_batch_allocation for e in live if e.min_batch_allocation is not None}
-
-
-def _claim(record: EnvironmentRecord) -> float:
-    return record.max_token_length * max(0.0, record.weight)
-
-
-def _weight(record: EnvironmentRecord, live: _Alive) -> float:
-    """Share of the generation that an environment has, as in the stock API."""
-    if live.total_claim <= 0:
-        return 1 / max(1, len(live.records))
-    return _claim(record) / live.total_claim if record.id in live.ids else 0.0

@@ -23,7 +23,7 @@ from rollout_processes import api_process, read_answer
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.coordinator import Coordinator
 from grpo_engine.rollouts.http.app import make_app
-from grpo_engine.rollouts.state import api_state
+from grpo_engine.rollouts.state import environments
 from grpo_engine.rollouts.stock.connections import WatchedProtocol
 from grpo_engine.rollouts.storage.store import Store
 from grpo_engine.rollouts.validation import CheckedGroup, Refusal, read_group
@@ -291,11 +291,11 @@ async def test_a_group_refused_by_a_store_that_fails_is_not_delivered(monkeypatc
 async def test_an_environment_that_was_replaced_does_not_come_back_with_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api_state, "REPLACED_AFTER_S", -1.0)  # the first one has been silent for long enough
+    monkeypatch.setattr(environments, "REPLACED_AFTER_S", -1.0)  # the first one has been silent for long enough
     sums = RegisterEnvironmentRequest.model_validate(ENVIRONMENT)
     for num_more, expected in ((2, ["sums_1"]), (0, ["sums_1"])):
         async with a_coordinator(Store(tmp_path / "rollouts.sqlite")) as coordinator:
             await coordinator.next_batch(client="trainer", ack=None)
             for _ in range(num_more):
                 await coordinator.register_environment(sums)
-            assert [each.name for each in coordinator.state.live_environments(time.time())] == expected
+            assert [each.name for each in coordinator.state.environments.live(time.time()).records] == expected

@@ -228,7 +228,7 @@ def test_after_a_restart_nothing_is_granted_until_all_have_said_what_they_sample
     second.report_sampling(0, 0)
     assert second.num_startable(0, demand, 101.0) == 0
     second.report_sampling(1, 1)
-    second.last_seen |= {0: 131.0, 1: 131.0}
+    second.environments.last_seen |= {0: 131.0, 1: 131.0}
     assert second.num_startable(0, demand, 129.0) == 0, "the third may still be sampling"
     assert second.num_startable(0, demand, 131.0) == 1, "it has timed out; the second samples one group"
 
