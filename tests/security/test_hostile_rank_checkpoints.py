@@ -1,11 +1,9 @@
-"""Checkpoints of several ranks from elsewhere: what torch pickles there hangs no trainer, and fills no memory."""
+"""Checkpoints of several ranks from elsewhere: their metadata names no other files, and no parts that tensors lack."""
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +16,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from grpo_engine.errors import CheckpointError
 from grpo_engine.ranks.group import RankGroup
-from grpo_engine.train.checkpointing import plain_pickle
 from grpo_engine.train.checkpointing.sharded_state import FOLDER, MASTER, read_sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 PARTS = "__0_0.distcp"
-
-
-def nested_tuples(depth: int) -> bytes:
-    """A tuple of which each item is the same tuple, so often, as a pickle: 2^depth hashes."""
-    level = b"".join(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(depth))
-    return b"K\x01q\x00" + level
 
 
 @pytest.fixture
@@ -57,50 +48,6 @@ def restate(folder: Path, change: Callable[[_StorageInfo], _StorageInfo]) -> Non
     [(index, stored)] = metadata.storage_data.items()
     metadata.storage_data[index] = change(stored)
     (folder / FOLDER / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def rewrite(folder: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:
-    """Write the archive of the tensor anew."""
-    path, written = folder / FOLDER / PARTS, io.BytesIO()
-    with zipfile.ZipFile(path) as before, zipfile.ZipFile(written, "w", compression) as after:
-        for name in before.namelist():
-            after.writestr(name, change(name.partition("/")[2], before.read(name)))
-    path.write_bytes(written.getvalue())
-    restate(folder, lambda stored: replace(stored, length=len(written.getvalue())))
-
-
-def test_a_key_of_nested_tuples_does_not_hold_a_trainer_for_ever(folder: Path) -> None:
-    for as_key in (b"}" + nested_tuples(100) + b"K\x01s.", b"}(" + nested_tuples(100) + b"K\x01u."):
-        (folder / FOLDER / ".metadata").write_bytes(b"\x80\x02" + as_key)
-        with pytest.raises(CheckpointError, match=r"a tuple has a tuple in it, which no checkpoint has"):
-            read(folder)
-
-
-def test_a_key_of_nested_tuples_in_a_tensor_does_not_hold_a_trainer_for_ever(folder: Path) -> None:
-    hostile = b"\x80\x02}" + nested_tuples(100) + b"K\x01s."
-    rewrite(folder, lambda name, content: hostile if name == "data.pkl" else content)
-    with pytest.raises(CheckpointError, match=r"a tuple has a tuple in it, which no checkpoint has"):
-        read(folder)
-
-
-def test_keys_that_hold_each_other_do_not_hold_a_trainer_for_ever(folder: Path) -> None:
-    index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}(X\x03\x00\x00\x00fqn"
-    level = b"".join(
-        index + b"h" + bytes([n]) + b"X\x06\x00\x00\x00offseth" + bytes([n]) + b"ubq" + bytes([n + 1])
-        for n in range(100)
-    )
-    (folder / FOLDER / ".metadata").write_bytes(b"\x80\x02}K\x01q\x00" + level + b"K\x01s.")
-    with pytest.raises(CheckpointError, match=r"unreadable"):
-        read(folder)
-
-
-def test_metadata_of_millions_of_lists_is_refused_before_it_fills_the_memory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plain_pickle, "MAX_OBJECTS", 1000)
-    (folder / FOLDER / ".metadata").write_bytes(b"\x80\x02" + b"]" * 2000 + b".")
-    with pytest.raises(CheckpointError, match="more than 1,000 objects"):
-        read(folder)
 
 
 def test_metadata_longer_than_any_is_not_read_to_its_end(folder: Path) -> None:
@@ -132,30 +79,6 @@ def test_no_pipe_is_waited_for_and_no_link_followed_in_place_of_tensors_or_metad
                 read(folder)
             path.unlink()
         (folder / "other").rename(path)
-
-
-def test_a_compressed_tensor_which_could_unpack_to_any_size_is_refused(folder: Path) -> None:
-    rewrite(folder, lambda _, content: content, zipfile.ZIP_DEFLATED)
-    with pytest.raises(CheckpointError, match="a part is compressed"):
-        read(folder)
-
-
-@pytest.mark.parametrize("extra", [bytes(4), bytes(8 << 20)])
-def test_a_tensor_is_stored_with_as_many_numbers_as_it_has(folder: Path, extra: bytes) -> None:
-    rewrite(folder, lambda name, content: content + extra if name == "data/0" else content)
-    with pytest.raises(CheckpointError, match=r"a part of \(2,\) is stored with"):
-        read(folder)
-
-
-def test_an_archive_with_a_list_of_millions_of_files_is_refused(folder: Path) -> None:
-    written = io.BytesIO()
-    with zipfile.ZipFile(written, "w") as file:
-        for number in range(2000):
-            file.writestr(str(number), b"")
-    (folder / FOLDER / PARTS).write_bytes(written.getvalue())
-    restate(folder, lambda stored: replace(stored, length=len(written.getvalue())))
-    with pytest.raises(CheckpointError, match="bytes besides its numbers, more than any checkpoint"):
-        read(folder)
 
 
 def test_a_tensor_of_which_parts_are_missing_is_not_filled_with_whatever_was_in_memory(folder: Path) -> None:
