@@ -313,7 +313,8 @@ class Coordinator:
                 self.state.report_limit(report.env_id, report.limit)
         statuses = [self.state.environment_status(report.env_id, time.time()) for report in reports]
         for report in reports if says_idle else ():
-            self._idle.note(report.env_id)
+            if report.env_id in self.state.environments.records:
+                self._idle.note(report.env_id)
         # All of them, not up to the first that frees slots.
         freed = {self.state.report_sampling(each.env_id, each.sampled) for each in reports if each.sampled is not None}
         if True in freed:
@@ -331,6 +332,8 @@ class Coordinator:
         return [self._granted(request, self._status_after_wait(request.report.env_id)) for request in requests]
 
     def _numbered(self, report: EnvironmentReport) -> _StatusRequest:
+        if report.env_id not in self.state.environments.records:  # any number of ids could be asked for
+            return _StatusRequest(report=report, number=0)
         has_demand = report.sampled is not None
         number = self._num_asked[report.env_id] = self._num_asked.get(report.env_id, 0) + has_demand
         return _StatusRequest(report=report, number=number)
@@ -339,7 +342,7 @@ class Coordinator:
         """Groups that its environment may start; None where it did not ask, or has asked again since then: a later
         request knows more of what it samples."""
         report = request.report
-        if report.sampled is None or self._num_asked[report.env_id] != request.number:
+        if report.sampled is None or self._num_asked.get(report.env_id, 0) != request.number:
             return None
         demand = Demand(
             num_sampled=report.sampled, num_items=report.wanted_items, groups_per_item=report.groups_per_item

@@ -116,6 +116,24 @@ async def test_many_environments_get_their_statuses_and_slots_with_one_request()
         assert again == alone
 
 
+async def test_ids_that_nobody_has_leave_nothing_in_memory_nor_in_the_next_batch() -> None:
+    with rollout_app(ApiConfig(store=Path(":memory:"))) as app:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        async with app.router.lifespan_context(app), http as api:
+            registration = {**REGISTRATION, "batch_size": 4, "max_staleness": 0}
+            assert (await api.post("/register", json=registration)).status_code == 200
+            assert (await api.get("/batch", params={"ack": "", "policy_version": 0})).json()["batch"] is None
+            env = await join(api)
+            asked = [{"env_id": number, "sampled": 0} for number in range(100, 1100)]
+            answer = (await api.post("/status-env-list", json={"environments": asked})).json()
+            assert answer["environments"] == [None] * 1000
+            assert not app.state.coordinator._num_asked
+            await post(api, env, version=0, num_groups=2)
+            batch = (await api.get("/batch", params={"ack": "", "policy_version": 0})).json()
+            assert len(batch["batch"]) == 2
+            assert batch["idle"]["idle_s"] == {}
+
+
 async def test_a_request_of_many_is_held_until_there_is_news_for_one_of_them() -> None:
     async with api_with_bound(0) as api:
         idle, busy = await join(api, desired_name="idle"), await join(api, desired_name="busy", weight=9.0)
