@@ -9,6 +9,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 from grpo_engine.environments.tasks.base import Item, plain
@@ -48,9 +49,9 @@ class SolveRates:
         return {key: list(tries) for key, tries in self._tries.items()}
 
     def restore(self, state: Any) -> None:
-        """Add a saved state."""
-        for key, tries in state.items():
-            self._tries[str(key)] = deque(map(float, tries), maxlen=_NUM_TRIES)
+        """Add a saved state: the newest items of one that has more than are kept."""
+        for key in islice(state, max(0, len(state) - self._max_items), None):
+            self._tries[str(key)] = deque(map(float, state[key]), maxlen=_NUM_TRIES)
 
 
 class DifficultyFilter:

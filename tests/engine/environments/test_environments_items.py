@@ -272,6 +272,13 @@ def test_if_every_item_is_filtered_one_is_sampled_anyway(tmp_path: Path) -> None
     assert source.progress() != ""
 
 
+def test_of_a_state_with_more_items_than_are_kept_the_newest_are_taken() -> None:
+    """Else each save, every 30 s, would write the millions of items of a file from elsewhere again."""
+    rates = SolveRates(max_items=3)
+    rates.restore({str(number): [number / 10] for number in range(9)})
+    assert rates.state() == {"6": [0.6], "7": [0.7], "8": [0.8]}
+
+
 @given(st.lists(st.tuples(st.integers(0, 20), st.floats(0, 1)), max_size=200), st.integers(1, 10))
 @settings(max_examples=50, deadline=None)
 def test_solve_rates_are_kept_for_the_newest_items_only(results: list[tuple[int, float]], bound: int) -> None:
