@@ -1,4 +1,4 @@
-"""Coordinates the in-memory state with the store: every operation of the rollout API, without HTTP.
+"""Coordinates the in-memory state with the store: the operations of the rollout API, without HTTP.
 
 The event loop changes the state and schedules the write without a pause in between, and the writer works in that order,
 so the file always holds a state that the memory was in. Answers go out after the write. If the write fails, the file
@@ -27,7 +27,7 @@ from grpo_engine.rollouts.metrics import Counters
 from grpo_engine.rollouts.state.api_state import ApiState
 from grpo_engine.rollouts.state.outcomes import Handout, Placed, Registered
 from grpo_engine.rollouts.state.records import EnvironmentRecord, Lease, Stored
-from grpo_engine.rollouts.state.slots import Demand
+from grpo_engine.rollouts.status_polling import StatusPolling
 from grpo_engine.rollouts.stock.connections import Deliveries
 from grpo_engine.rollouts.storage.store import IN_MEMORY, Store
 from grpo_engine.rollouts.storage.writer import NotWritten, Writer
@@ -35,8 +35,6 @@ from grpo_engine.rollouts.validation import CheckedGroup, Refusal
 from grpo_engine.serving.reporting import Reporter
 from grpo_engine.wire.rollouts import (
     BatchesAhead,
-    EnvironmentReport,
-    EnvironmentStatus,
     EvaluationAnswer,
     EvaluationOrder,
     EvaluationState,
@@ -78,15 +76,6 @@ class Delivery:
     """How far environments may sample ahead, where that is decided here."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StatusRequest:
-    """A request of an environment for its status."""
-
-    report: EnvironmentReport
-    number: int
-    """Of its requests for slots."""
-
-
 class Coordinator:
     """State, store and waiting requests of one rollout API. Construct it inside a running event loop."""
 
@@ -112,10 +101,9 @@ class Coordinator:
         self._waiters = Waiters()
         """All other requests: new groups do not concern them, and need not wake them hundreds of times a second."""
         self.admission = Admission(config, self._waiters, lambda: self.state)
+        self.polling = StatusPolling(self._waiters, self._idle, lambda: self.state)
         self._num_dropped = 0
         """Groups, since the last batch."""
-        self._num_asked: dict[int, int] = {}
-        """Requests of each environment for slots."""
         self._reported_problem: str | None = None
         self._warned: set[tuple[str, str]] = set()
 
@@ -295,78 +283,6 @@ class Coordinator:
             await self._write(lambda: self._store.save_environments(record))
             self._notify()
         return record
-
-    async def environment_statuses(
-        self, reports: Sequence[EnvironmentReport], *, wait_s: float = 0.0, says_idle: bool = False
-    ) -> list[EnvironmentStatus | None]:
-        """Step, queue and evaluation as each environment sees them; None for an id that is not registered.
-
-        Args:
-            wait_s: hold the answer up to this long while there is no news for any of them; that it may start groups is
-                news too.
-            says_idle: whether they have nothing to do when, and only when, they wait.
-        """
-        deadline = asyncio.get_running_loop().time() + wait_s
-        requests = [self._numbered(report) for report in reports]
-        for report in reports:
-            if report.limit is not None:
-                self.state.report_limit(report.env_id, report.limit)
-        statuses = [self.state.environment_status(report.env_id, time.time()) for report in reports]
-        for report in reports if says_idle else ():
-            if report.env_id in self.state.environments.records:
-                self._idle.note(report.env_id)
-        # All of them, not up to the first that frees slots.
-        freed = {self.state.report_sampling(each.env_id, each.sampled) for each in reports if each.sampled is not None}
-        if True in freed:
-            self._waiters.notify()
-
-        def is_any_news() -> bool:
-            return any(map(self._is_news, requests))
-
-        if wait_s <= 0 or is_any_news():
-            return [self._granted(request, status) for request, status in zip(requests, statuses, strict=True)]
-        with contextlib.ExitStack() as stack:
-            for report in reports:
-                stack.enter_context(self._idle.waiting(report.env_id))
-            await self._waiters.until(is_any_news, deadline)
-        return [self._granted(request, self._status_after_wait(request.report.env_id)) for request in requests]
-
-    def _numbered(self, report: EnvironmentReport) -> _StatusRequest:
-        if report.env_id not in self.state.environments.records:  # any number of ids could be asked for
-            return _StatusRequest(report=report, number=0)
-        has_demand = report.sampled is not None
-        number = self._num_asked[report.env_id] = self._num_asked.get(report.env_id, 0) + has_demand
-        return _StatusRequest(report=report, number=number)
-
-    def _startable(self, request: _StatusRequest) -> int | None:
-        """Groups that its environment may start; None where it did not ask, or has asked again since then: a later
-        request knows more of what it samples."""
-        report = request.report
-        if report.sampled is None or self._num_asked.get(report.env_id, 0) != request.number:
-            return None
-        demand = Demand(
-            num_sampled=report.sampled, num_items=report.wanted_items, groups_per_item=report.groups_per_item
-        )
-        return self.state.num_startable(report.env_id, demand, time.time())
-
-    def _is_news(self, request: _StatusRequest) -> bool:
-        if self._startable(request):
-            return True
-        status = self.state.environment_status(request.report.env_id, time.time(), is_heard=False)
-        return status is None or request.report.is_news(status)
-
-    def _granted(self, request: _StatusRequest, status: EnvironmentStatus | None) -> EnvironmentStatus | None:
-        num_groups = self._startable(request)
-        if status is None or num_groups is None:
-            return status
-        self.state.grant_slots(request.report.env_id, num_groups)
-        return status.model_copy(update={"may_start": num_groups})
-
-    def _status_after_wait(self, env_id: int) -> EnvironmentStatus | None:
-        """The environment may have disconnected: a request from before must not mark it as connected again."""
-        record = self.state.environments.records.get(env_id)
-        is_heard = record is not None and record.is_connected
-        return self.state.environment_status(env_id, time.time(), is_heard=is_heard)
 
     async def add_groups(
         self,

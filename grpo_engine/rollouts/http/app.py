@@ -197,7 +197,7 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
 
         query = await bodies.parsed(request, read, max_bytes=config.max_body_bytes)
         coordinator, says_idle = _coordinator(request), "wait_s" in query.model_fields_set
-        (status,) = await coordinator.environment_statuses([query], wait_s=query.wait_s, says_idle=says_idle)
+        (status,) = await coordinator.polling.statuses([query], wait_s=query.wait_s, says_idle=says_idle)
         if status is None:
             raise Refusal(404, f"environment {query.env_id} is not registered: POST /register-env", "unknown_id")
         # Only environments that evaluate or take slots receive more than the six stock keys.
@@ -211,7 +211,7 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
     async def status_env_list(request: Request) -> Response:
         body = await bodies.message(request, StatusListRequest, max_bytes=config.max_body_bytes)
         coordinator = _coordinator(request)
-        statuses = await coordinator.environment_statuses(body.environments, wait_s=body.wait_s, says_idle=True)
+        statuses = await coordinator.polling.statuses(body.environments, wait_s=body.wait_s, says_idle=True)
         answer = StatusList(**responses.info(coordinator.state.run), environments=statuses)
         return Response(answer.model_dump_json(exclude_none=True), media_type="application/json")
 

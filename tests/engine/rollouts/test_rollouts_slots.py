@@ -127,7 +127,7 @@ async def test_ids_that_nobody_has_leave_nothing_in_memory_nor_in_the_next_batch
             asked = [{"env_id": number, "sampled": 0} for number in range(100, 1100)]
             answer = (await api.post("/status-env-list", json={"environments": asked})).json()
             assert answer["environments"] == [None] * 1000
-            assert not app.state.coordinator._num_asked
+            assert not app.state.coordinator.polling._num_asked
             await post(api, env, version=0, num_groups=2)
             batch = (await api.get("/batch", params={"ack": "", "policy_version": 0})).json()
             assert len(batch["batch"]) == 2
