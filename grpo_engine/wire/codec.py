@@ -42,6 +42,7 @@ _SHOWN_CHARS = 300
 """Of a fault: its key may be one of the peer's, of any length."""
 
 MessageT = TypeVar("MessageT", bound="Message")
+ReadT = TypeVar("ReadT")
 
 
 def failing_fast(schema: Any) -> Any:
@@ -56,9 +57,8 @@ def failing_fast(schema: Any) -> Any:
     return changed | {"fail_fast": True} if is_schema and kind in _COLLECTIONS else changed
 
 
-def failing_fast_adapter(kind: Any) -> TypeAdapter[Any]:
-    """What reads JSON of a type that is no `Message`, up to the first invalid item of each collection."""
-    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+def fail_fast(adapter: TypeAdapter[ReadT]) -> TypeAdapter[ReadT]:
+    """Have the adapter of a type that is no `Message` validate up to the first invalid item of each collection."""
     adapter.validator = SchemaValidator(failing_fast(adapter.core_schema), _use_prebuilt=False)
     return adapter
 

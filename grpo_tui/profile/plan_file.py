@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_engine.errors import PeerError
-from grpo_engine.wire.codec import failing_fast_adapter, first_fault
+from grpo_engine.wire.codec import fail_fast, first_fault
 from grpo_engine.wire.run_folder import PLAN_FILE
 from grpo_engine.wire.secrets import masked_argv, masked_variables
 from grpo_tui.run_files.whole_file import read_whole
@@ -83,7 +83,7 @@ class Plan:
         return plan
 
 
-_PLAN: TypeAdapter[Plan] = failing_fast_adapter(Plan)
+_PLAN = fail_fast(TypeAdapter(Plan))
 
 
 def shown_env(launch: Launch) -> dict[str, str]:

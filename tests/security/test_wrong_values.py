@@ -27,7 +27,7 @@ from grpo_engine.rollouts.http import bodies as rollout_bodies
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.http.openai_routes import openai_routes
 from grpo_engine.server.http.requests import add_error_answers, read_body
-from grpo_engine.server.vllm.stock import StockApp, fail_fast
+from grpo_engine.server.vllm.stock import StockApp, fail_fast_on_bodies
 from grpo_engine.serving.access import AccessControl
 from grpo_engine.serving.bodies import BodyLimits
 from grpo_engine.wire.codec import Message, failing_fast, first_fault
@@ -167,7 +167,7 @@ async def test_routes_of_vllm_validate_a_body_up_to_its_first_wrong_items(wrong:
     async def complete(request: TheirRequest, raw: Request) -> int:
         return len(request.messages)
 
-    fail_fast(stock)
+    fail_fast_on_bodies(stock)
     async with client_of(StockApp(stock)) as client:
         right = {"messages": [{"role": "user", "content": [{"type": "text"}]}] * 2, "logit_bias": {"1": 2}}
         assert (await client.post("/v1/chat/completions", json=right)).text == "2"

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from grpo_engine.errors import ConfigError
 from grpo_engine.rollouts.state.batch_forming import QueuedGroup
 from grpo_engine.rollouts.state.records import QUEUE, EnvironmentRecord, EvaluationRecord, Lease, RunRecord, Stored
-from grpo_engine.wire.codec import failing_fast_adapter
+from grpo_engine.wire.codec import fail_fast
 
 _LAYOUT = 2
 _SQL = "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"
@@ -56,10 +56,10 @@ IN_MEMORY = ":memory:"
 _PAGE_BYTES = 16384
 """A group of some hundred kilobytes is a chain of pages; with SQLite's default of 4096 it is four times as long."""
 
-_RUN: TypeAdapter[RunRecord] = failing_fast_adapter(RunRecord)
-_ENVIRONMENT: TypeAdapter[EnvironmentRecord] = failing_fast_adapter(EnvironmentRecord)
-_LEASE: TypeAdapter[Lease] = failing_fast_adapter(Lease)
-_EVALUATION: TypeAdapter[EvaluationRecord] = failing_fast_adapter(EvaluationRecord)
+_RUN = fail_fast(TypeAdapter(RunRecord))
+_ENVIRONMENT = fail_fast(TypeAdapter(EnvironmentRecord))
+_LEASE = fail_fast(TypeAdapter(Lease))
+_EVALUATION = fail_fast(TypeAdapter(EvaluationRecord))
 
 
 class Store:

@@ -17,7 +17,6 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import SchemaValidator
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -29,7 +28,7 @@ from grpo_engine.server.engine import WeightsBusy
 from grpo_engine.server.http.requests import MAX_BODY_BYTES, ClientDisconnected, only_owner, status_of
 from grpo_engine.server.prompts import check_listed_prompts
 from grpo_engine.server.vllm.flags import frontend_of
-from grpo_engine.wire.codec import failing_fast
+from grpo_engine.wire.codec import fail_fast
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -179,7 +178,7 @@ def _build_app(llm: AsyncLLM, config: ServerConfig, arguments: AsyncEngineArgs) 
     _import_plugins(values)
     app = build_app(Namespace(**values), _TASKS, llm.model_config)
     add_our_errors(app)
-    fail_fast(app)
+    fail_fast_on_bodies(app)
     return app, init_app_state
 
 
@@ -203,7 +202,7 @@ def add_our_errors(app: FastAPI) -> None:
         return JSONResponse(_error(str(error), status), status)
 
 
-def fail_fast(app: FastAPI) -> None:
+def fail_fast_on_bodies(app: FastAPI) -> None:
     """Have routes validate a body up to the first wrong item of each list and object, as our own messages.
 
     Each wrong item of a conversation is an error for every kind of message: half a megabyte of numbers took 6 GB, and
@@ -211,8 +210,7 @@ def fail_fast(app: FastAPI) -> None:
     """
     for route in app.routes:
         for field in getattr(getattr(route, "dependant", None), "body_params", ()):
-            adapter = field._type_adapter
-            adapter.validator = SchemaValidator(failing_fast(adapter.core_schema), _use_prebuilt=False)
+            fail_fast(field._type_adapter)
 
 
 async def _read(receive: Receive) -> bytes:

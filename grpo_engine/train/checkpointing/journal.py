@@ -24,12 +24,12 @@ from grpo_engine.errors import CheckpointError
 from grpo_engine.serving.reporting import Reporter
 from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.wire.checkpoints import JournalHead, read_journal_head
-from grpo_engine.wire.codec import failing_fast_adapter, read_whole, write_atomically
+from grpo_engine.wire.codec import fail_fast, read_whole, write_atomically
 from grpo_engine.wire.rollouts import ScoredGroup
 from grpo_engine.wire.run_folder import JOURNAL, journal_file, journal_steps
 
 _HALF_WRITTEN = re.compile(r"\.step_\d+\.jsonl\.\d+\.tmp")
-_GROUPS: TypeAdapter[list[ScoredGroup]] = failing_fast_adapter(list[ScoredGroup])
+_GROUPS = fail_fast(TypeAdapter(list[ScoredGroup]))
 
 log = logging.getLogger(__name__)
 
