@@ -217,8 +217,11 @@ class Mode(Config):
         return self
 
 
-class Placement(Protocol):
-    """Where the trained parameters live, for transports that write files."""
+class SavedPlacement(Protocol):
+    """Where the trained parameters live, beside those that inference reads."""
+
+    def load(self) -> PreTrainedModel | PeftModel:
+        """Load the model to train; called once."""
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """See `BridgeModel`."""
@@ -226,8 +229,9 @@ class Placement(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
         """The values that `save` writes; on all ranks, and gathered where the model is sharded."""
 
-    def load(self) -> PreTrainedModel | PeftModel:
-        """Load the model to train; called once."""
+
+class Placement(SavedPlacement, Protocol):
+    """The same for transports that write files."""
 
     def max_bytes(self) -> int:
         """Size of two checkpoints."""

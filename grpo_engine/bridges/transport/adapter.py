@@ -25,7 +25,7 @@ from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY
 from grpo_engine.bridges.placement.adapter import AdaptedModel
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Update
 from grpo_engine.bridges.transport.saving import explain_write_errors
-from grpo_engine.bridges.transport.servers import Server, Servers
+from grpo_engine.bridges.transport.servers import Server, Servers, unshared_model
 from grpo_engine.errors import BridgeError
 
 if TYPE_CHECKING:
@@ -71,13 +71,7 @@ class AdapterBridge:
             self._check_server(server, info)
         self._model = self._placement.load()
         self._folder = self._chosen_folder()
-        return BridgeModel(
-            model=self._model,
-            is_shared=False,
-            policy_version=max(info.policy_version for info in infos),
-            save=self._placement.save,
-            tensors=self._placement.tensors,
-        )
+        return unshared_model(self._model, self._placement, infos)
 
     def publish(self, version: int, write: Callable[[], None]) -> Update:
         """Write the new values and have the server load them as an adapter."""

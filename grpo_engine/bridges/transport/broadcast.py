@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Update
+from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, SavedPlacement, Update
 from grpo_engine.bridges.transport.sender_file import announce_sender
-from grpo_engine.bridges.transport.servers import Server, Servers, require_same_model
+from grpo_engine.bridges.transport.servers import Server, Servers, require_same_model, unshared_model
 from grpo_engine.errors import BridgeError, PeerError
 from grpo_engine.wire.inference import (
     BridgeInfo,
@@ -43,17 +43,11 @@ _ATTEMPTS = 3
 logger = logging.getLogger(__name__)
 
 
-class StreamedPlacement(Protocol):
+class StreamedPlacement(SavedPlacement, Protocol):
     """Where the trained parameters live, for transports that send tensors."""
 
     def load(self) -> PreTrainedModel:
-        """Load the model to train; called once."""
-
-    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """See `BridgeModel`."""
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The values that `save` writes; on all ranks."""
+        """See `SavedPlacement`; no adapter."""
 
     def layers(self) -> list[dict[str, tuple[int, ...]]]:
         """Names and shapes of the parameters in the order of `stream`."""
@@ -113,13 +107,7 @@ class BroadcastBridge:
                     "on GPUs (without cpu_offload), or both on the CPU"
                 )
         announce_sender(self._sender_file.parent)
-        return BridgeModel(
-            model=model,
-            is_shared=False,
-            policy_version=max(info.policy_version for info in infos),
-            save=self._placement.save,
-            tensors=self._placement.tensors,
-        )
+        return unshared_model(model, self._placement, infos)
 
     def publish(self, version: int, write: Callable[[], None]) -> Update:
         """Write the new values, and send them to all servers that answer."""

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Mode, Placement, Update
 from grpo_engine.bridges.transport.checkpoint_folder import CheckpointFolder, choose_storage
-from grpo_engine.bridges.transport.servers import Server, Servers
+from grpo_engine.bridges.transport.servers import Server, Servers, unshared_model
 from grpo_engine.errors import BridgeError, ConfigError
 from grpo_engine.flags import Flag
 from grpo_engine.wire.run_folder import HANDOVER_FOLDER
@@ -93,13 +93,7 @@ class CheckpointBridge:
             self._compare_models(server.url, info)
         model = self._placement.load()
         self._checkpoints = self._take_folder(on_gpu=next(model.parameters()).is_cuda)
-        return BridgeModel(
-            model=model,
-            is_shared=False,
-            policy_version=max(info.policy_version for info in infos),
-            save=self._placement.save,
-            tensors=self._placement.tensors,
-        )
+        return unshared_model(model, self._placement, infos)
 
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:
         """Write the new values; send a checkpoint if one is due."""

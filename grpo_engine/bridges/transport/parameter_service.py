@@ -16,7 +16,7 @@ from typing import Protocol
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Placement, Update
 from grpo_engine.bridges.transport.parameter_store import ParameterStore
 from grpo_engine.bridges.transport.server_client import ServerClient
-from grpo_engine.bridges.transport.servers import Servers
+from grpo_engine.bridges.transport.servers import Servers, unshared_model
 from grpo_engine.errors import BridgeError, PeerUnavailable
 from grpo_engine.wire.parameters import (
     BEGIN_ROUTE,
@@ -155,13 +155,7 @@ class ParameterServiceBridge:
             self._store = OwnStore(
                 ParameterStore(self._folder, self._context.server_urls, is_stopping=self._context.is_stopping)
             )
-        return BridgeModel(
-            model=model,
-            is_shared=False,
-            policy_version=max(info.policy_version for info in infos),
-            save=self._placement.save,
-            tensors=self._placement.tensors,
-        )
+        return unshared_model(model, self._placement, infos)
 
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:
         """Write the new values; push them if a push is due."""

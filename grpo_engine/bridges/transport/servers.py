@@ -12,14 +12,18 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from grpo_engine.bridges.protocol import BridgeContext
+from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, SavedPlacement
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.bridges.transport.server_control import is_listening
 from grpo_engine.errors import BridgeError, PeerUnavailable
 from grpo_engine.wire.inference import BridgeInfo
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 _AWAY_AFTER_S = 3.0
 """A server that has not answered for so long is away, where there are others."""
@@ -216,3 +220,16 @@ def require_same_model(url: str, served: str, trained: str) -> None:
 
     if not is_same_model(trained, served):
         raise BridgeError(f"{url}: serves {served}, but {trained} is trained: give both the same model")
+
+
+def unshared_model(
+    model: PreTrainedModel | PeftModel, placement: SavedPlacement, infos: Iterable[BridgeInfo]
+) -> BridgeModel:
+    """What a bridge attaches whose servers have weights of their own, in these versions."""
+    return BridgeModel(
+        model=model,
+        is_shared=False,
+        policy_version=max(info.policy_version for info in infos),
+        save=placement.save,
+        tensors=placement.tensors,
+    )

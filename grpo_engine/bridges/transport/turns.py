@@ -23,7 +23,7 @@ from grpo_engine.bridges.transport.broadcast import StreamedPlacement
 from grpo_engine.bridges.transport.in_process import EngineState, PhaseClock, SleepMeter
 from grpo_engine.bridges.transport.sender_file import announce_sender
 from grpo_engine.bridges.transport.server_control import is_listening
-from grpo_engine.bridges.transport.servers import Servers, require_same_model
+from grpo_engine.bridges.transport.servers import Servers, require_same_model, unshared_model
 from grpo_engine.errors import BridgeError, GrpoError, PeerError, PeerUnavailable
 from grpo_engine.wire.inference import BridgeInfo, SleepAnswer
 from grpo_engine.wire.run_folder import HANDOVER_FOLDER, HANDOVER_SENDER
@@ -102,13 +102,7 @@ class TurnsBridge:
             num_bytes=self._staging_bytes,
         )
         self._version, self._are_whole = info.policy_version, True
-        return BridgeModel(
-            model=model,
-            is_shared=False,
-            policy_version=info.policy_version,
-            save=self._placement.save,
-            tensors=self._placement.tensors,
-        )
+        return unshared_model(model, self._placement, [info])
 
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:
         """Write the new values, and wake the server with them; one that does not answer gets them once it does."""
