@@ -65,6 +65,15 @@ class RestartPolicy(StrEnum):
     ALWAYS = "always"
 
 
+def pattern_words(pattern: str) -> str:
+    """A regular expression in quotes, for people; one that matches a text alone, as that text.
+
+    For example `pattern_words(re.escape("is ready at"))` is `'is ready at'`.
+    """
+    text = re.sub(r"\\(\W)", r"\1", pattern)
+    return f"'{text if re.escape(text) == pattern else pattern}'"
+
+
 class Probe(Config):
     """A check that is repeated until it passes. Exactly one of http, tcp, log, file, command."""
 

@@ -24,7 +24,7 @@ from grpo_engine.wire.supervisor import ProbeOutcome
 from grpo_engine.wire.tcp_sockets import stranger_behind, who_has
 from grpo_engine.wire.terminal_text import printable
 from grpo_tui.run_files.log_file import place, read_part, searched_lines
-from grpo_tui.services.base import Probe
+from grpo_tui.services.base import Probe, pattern_words
 from grpo_tui.supervisor.keeper.client import end_of
 from grpo_tui.supervisor.keeper.orphans import own_children
 from grpo_tui.supervisor.keeper.proc import identify
@@ -184,8 +184,9 @@ class LogSearch:
                 self._is_found = self._search()
             finally:
                 self._one_at_a_time.release()
+        words = pattern_words(self._pattern.pattern)
         return Answer.to_yes_or_no(
-            self._is_found, f"log {'contains' if self._is_found else 'does not contain'} {self._pattern.pattern!r}"
+            self._is_found, f"log {'contains' if self._is_found else 'does not contain'} {words}"
         )
 
     def _search(self) -> bool:

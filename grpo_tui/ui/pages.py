@@ -12,7 +12,7 @@ from grpo_engine.wire.secrets import masked_argv, masked_text
 from grpo_engine.wire.supervisor import ServiceStatus, Warning
 from grpo_engine.wire.terminal_text import printable
 from grpo_tui.profile.plan_file import shown_command, shown_env
-from grpo_tui.services.base import Launch, Probe
+from grpo_tui.services.base import Launch, Probe, pattern_words
 from grpo_tui.ui.glyphs import FOLDED, MACHINE_GLYPHS, PROBE_SIGNS, SERVICE_GLYPHS, SEVERITY_GLYPHS, UNFOLDED
 from grpo_tui.ui.keys import EVERYWHERE, ON_TRAVEL, Key
 from grpo_tui.ui.widgets.frame.travel_bar import MARKS_LEGEND
@@ -215,7 +215,7 @@ def _probe_words(probe: Probe) -> str:
     elif probe.tcp is not None:
         asked = f"{probe.tcp} accepts a connection"
     elif probe.log is not None:
-        asked = f"a line of its log matches {probe.log!r}"
+        asked = f"a line of its log matches {pattern_words(probe.log)}"
     else:
         asked = f"the file {probe.file} exists"
     stalled = "" if probe.stalled_s is None else (

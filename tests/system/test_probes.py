@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import struct
@@ -193,6 +194,15 @@ async def test_a_file_passes_when_it_is_there(tmp_path: Path) -> None:
     assert await asked(tmp_path, file="made") == Answer(P.NOT_YET, "made does not exist yet")
     (tmp_path / "made").touch()
     assert await asked(tmp_path, file="made") == Answer(P.PASSED, "made exists")
+
+
+async def test_a_text_that_a_log_must_have_is_named_without_the_signs_of_a_regular_expression(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_bytes(b"")
+    prober = Prober(Probe(log=re.escape("cluster is ready at")), log=log, log_offset=0, cwd=tmp_path, env={})
+    assert await prober.ask() == Answer(P.NOT_YET, "log does not contain 'cluster is ready at'")
+    prober = Prober(Probe(log=r"port \d+\.$"), log=log, log_offset=0, cwd=tmp_path, env={})
+    assert await prober.ask() == Answer(P.NOT_YET, r"log does not contain 'port \d+\.$'")
 
 
 async def test_only_lines_of_this_attempt_are_searched_in_a_log(tmp_path: Path) -> None:
