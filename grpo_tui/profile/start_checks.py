@@ -15,6 +15,7 @@ from grpo_engine.config import Fault
 from grpo_engine.errors import ConfigError
 from grpo_engine.installed import has_gpu_driver, installed_version, is_installed, is_on_cpu
 from grpo_engine.models.config import is_from_hub, lacking_for_optimizer
+from grpo_tui.profile.cluster import has_ray
 from grpo_tui.profile.doctor_gpu import INSTALL, is_torch_for_gpus, wants_gpu
 from grpo_tui.profile.hub import cache_state, has_own_hub, hub_problems
 from grpo_tui.profile.loaded import LoadedProfile
@@ -47,8 +48,8 @@ class Need:
 
 
 def needs_of(loaded: LoadedProfile) -> list[Need]:
-    """Everything that a profile needs here, met or not."""
-    return [need for check in CHECKS for need in check(loaded)]
+    """Everything that a profile needs here, met or not; what several services need by one setting once."""
+    return list(dict.fromkeys(need for check in CHECKS for need in check(loaded)))
 
 
 def lacking_needs(loaded: LoadedProfile) -> list[Fault]:
@@ -81,6 +82,16 @@ def _packages(loaded: LoadedProfile) -> Iterator[Need]:
             yield Need(id="package", key=key, text=package, is_met=True)
         else:
             yield Need(id="package", key=key, text=f"{package} is not installed", hint=remedy)
+
+
+def _cluster(loaded: LoadedProfile) -> Iterator[Need]:
+    if loaded.profile.cluster.kind != "ray":
+        return
+    if has_ray():
+        yield Need(id="package", key="cluster.kind", text="ray", is_met=True)
+    else:
+        hint = "pip install 'grpo-tui[ray]'"
+        yield Need(id="package", key="cluster.kind", text="needs Ray, which is not installed", hint=hint)
 
 
 def _optimizers(loaded: LoadedProfile) -> Iterator[Need]:
@@ -171,4 +182,6 @@ def _hub_ids(loaded: LoadedProfile) -> Mapping[str, str]:
     return {name: key for name, key in keys.items() if name.startswith("datasets/") or is_from_hub(name)}
 
 
-CHECKS: tuple[Callable[[LoadedProfile], Iterator[Need]], ...] = (_packages, _optimizers, _gpus, _files, _hub)
+CHECKS: tuple[Callable[[LoadedProfile], Iterator[Need]], ...] = (
+    _packages, _cluster, _optimizers, _gpus, _files, _hub,
+)  # fmt: skip

@@ -310,3 +310,20 @@ def test_a_hub_that_answers_late_counts_as_reached(tmp_path: Path, monkeypatch: 
 def test_a_service_with_a_hub_of_its_own_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     assert lacking(tmp_path, "model.name=owner/model", "services.vllm.env.HF_TOKEN=x") == {}
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_ray_is_a_need_of_a_profile_with_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    monkeypatch.setattr(start_checks, "has_ray", lambda: is_there)
+    profile = load(str(Path(__file__).parents[2] / "profiles" / "tiny-ray.toml"))
+    words = "needs Ray, which is not installed: pip install 'grpo-tui[ray]'"
+    assert dict(lacking_needs(profile)) == ({} if is_there else {"cluster.kind": words})
+    assert ("ray" in [need.text for need in needs_of(profile) if need.is_met]) == is_there
+    assert all(need.key != "cluster.kind" for need in needs_of(loaded(tmp_path)))
+
+
+def test_what_two_services_need_by_one_setting_is_named_once(tmp_path: Path) -> None:
+    keys = [need.key for need in needs_of(loaded(tmp_path, "model.device=cuda")) if not need.is_met]
+    assert keys == ["model.device"]
