@@ -19,6 +19,8 @@ from grpo_engine.wire.inference import WakeRequest
 
 _NAME = "staging"
 _WATCH_S = 0.25
+_MOST_CONTENTS = 1 << 20
+"""Of one weight update: a trainer's memory has a megabyte at least."""
 
 
 class StagedReceiver:
@@ -61,6 +63,8 @@ class StagedReceiver:
                 self._memory = None  # unmapped before the next is mapped
                 self._memory, self._described = _mapped(staged.memory), staged.memory
             capacity = self._memory.numel()
+            if sum(part.memory.numel() for part in parts.values()) > capacity * _MOST_CONTENTS:
+                raise BridgeError(f"staging memory of {capacity} elements: too small for these weights")
             is_new_sender, self._sender = sender != self._sender, sender
         if is_new_sender:
             threading.Thread(target=self._unmap_after, args=(sender,), name="staging-watch", daemon=True).start()

@@ -162,6 +162,7 @@ def read_path(text: str) -> Path:
     except (OSError, ValueError) as error:  # too long, a loop of links, no permission; a NUL character
         why = getattr(error, "strerror", None) or error
         shown = text if len(text) <= _PATH_SHOWN_CHARS else f"{text[:_PATH_SHOWN_CHARS]}…"
+        shown = shown.encode(errors="replace").decode()  # half a character cannot be in an answer
         raise DataError(f"{shown}: {why}: send the path of a folder that this server can read") from None
     return path
 
