@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -57,6 +58,8 @@ _CHECK_EVERY_S = 0.25
 MAX_ENVIRONMENTS = 20_000
 """Registrations of environments, restarts among them, that are kept: each makes every later one slower, 10 ms at 6,000.
 """
+MAX_SENDERS = 20_000
+"""Whose last post is remembered: each start of an environment is one, and so is any name that a client makes up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +97,7 @@ class Coordinator:
         self.counters = Counters()
         self.latest_body = stored.latest_body
         self._posts = stored.posts
-        """Number of the last post of each sender."""
+        """Number of the last post of each sender; those that posted last are the last."""
         self.deliveries = Deliveries()
         self._batch_waiters = Waiters()
         """Trainers that wait for a batch."""
@@ -315,10 +318,9 @@ class Coordinator:
         ]
         rows = [(p.group, p.place, g.body) for p, g in zip(placed, groups, strict=True)]
         released = [id_ for p in placed for id_ in p.released]
-        if post is not None:
-            self._posts[post[0]] = post[1]
+        forgotten = [] if post is None else self._remember(*post)
         evicted = [id_ for p in placed for id_ in p.evicted]
-        await self._write(lambda: self._store.add_groups(rows, released, post, evicted))
+        await self._write(lambda: self._store.add_groups(rows, released, post, forgotten, evicted))
         self.counters.evicted += len(evicted)
         self.latest_body = groups[-1].body
         self._batch_waiters.notify()
@@ -328,6 +330,15 @@ class Coordinator:
             self.counters.add_group(name, group.num_sequences, len(group.body))
             self._warn_about(group, name)
         return placed
+
+    def _remember(self, sender: str, number: str) -> list[str]:
+        """Note the last post of a sender; returns the senders that posted longest ago, and are forgotten for it."""
+        self._posts.pop(sender, None)
+        self._posts[sender] = number
+        forgotten = list(islice(self._posts, max(0, len(self._posts) - MAX_SENDERS)))
+        for each in forgotten:
+            del self._posts[each]
+        return forgotten
 
     # --- evaluations -----------------------------------------------------------------------------------------------
 

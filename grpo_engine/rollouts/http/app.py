@@ -52,6 +52,8 @@ BODIES_AT_ONCE = 2
 """Of the longest that are accepted; more wait, so that unfinished ones do not add up in memory."""
 MAX_NAMES = 100
 """Of live environments in `/status`, the newest; it is answered without the token, and there may be 20,000."""
+MAX_POST_KEY = 256
+"""Characters of the sender and number of a post; the last one of each sender is kept."""
 OPEN_PATHS = frozenset({"/", "/info", "/health", "/status", "/metrics"})
 """Answered without the token, for probes and observers: they neither change anything nor show data."""
 
@@ -342,6 +344,14 @@ def _small(coordinator: Coordinator, groups: Sequence[CheckedGroup], placed: Seq
 
 
 def _post(request: Request) -> tuple[str, str] | None:
-    """Sender and number of a post, if it carries them."""
-    sender, colon, number = request.headers.get(POST_HEADER, "").partition(":")
+    """Sender and number of a post, if it carries them.
+
+    Raises:
+        Refusal: 400 when they are longer than any that is kept.
+    """
+    key = request.headers.get(POST_HEADER, "")
+    if len(key) > MAX_POST_KEY:
+        text = f"{POST_HEADER} has {len(key)} characters: send `sender:number` in at most {MAX_POST_KEY}"
+        raise Refusal(400, text, "malformed")
+    sender, colon, number = key.partition(":")
     return (sender, number) if colon else None

@@ -176,7 +176,7 @@ class Store:
                 for id_, env_id, sequences, size, version, step, place, spread, number in rows
             ],
             latest_body=latest[0] if latest else None,
-            posts=dict(self._db.execute("SELECT sender, number FROM posts")),
+            posts=dict(self._db.execute("SELECT sender, number FROM posts ORDER BY rowid")),
             evaluation=_EVALUATION.validate_json(evaluation[0]) if evaluation else None,
         )
 
@@ -209,12 +209,14 @@ class Store:
         groups: Iterable[tuple[QueuedGroup, str, bytes]],
         queued: Sequence[int],
         post: tuple[str, str] | None = None,
+        forgotten: Sequence[str] = (),
         evicted: Sequence[int] = (),
     ) -> None:
         """Add groups with place and body, move the buffered groups `queued` into the queue, and delete `evicted` ones.
 
         Args:
             post: sender and number of their post, where it carries them.
+            forgotten: senders whose last post is no longer of interest.
         """
         for g, place, body in groups:
             row = (g.id, g.env_id, g.num_sequences, g.num_bytes, g.policy_version, g.step, place)
@@ -225,6 +227,7 @@ class Store:
         self._delete(evicted)
         if post is not None:
             self._db.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", post)
+        self._db.executemany("DELETE FROM posts WHERE sender = ?", [(sender,) for sender in forgotten])
 
     def hand_out(
         self,

@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import gzip
 import json
+import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 from rollout_fakes import ENVIRONMENT, REGISTRATION, api_client, group, tags
 
 from grpo_engine.data.source import idle_metrics
+from grpo_engine.rollouts import coordinator
 from grpo_engine.rollouts.idle_clock import IdleClock
 from grpo_engine.wire.rollouts import IdleTimes
 
@@ -410,6 +413,29 @@ async def test_a_post_repeated_under_its_idempotency_key_counts_once_even_after_
         for headers in ({"Idempotency-Key": "a sender:2"}, {}):  # stock environments send none
             await api.post(path, json=body, headers=headers)
         assert (await api.get("/status")).json()["queue_size"] == 3 * num_queued
+
+
+async def test_senders_of_posts_are_kept_only_as_far_as_their_number_and_length_have_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "MAX_SENDERS", 3)
+    store = tmp_path / "rollouts.sqlite"
+
+    async def is_new(api: httpx.AsyncClient, sender: str) -> bool:
+        before = (await api.get("/status")).json()["queue_size"]
+        key = {"Idempotency-Key": f"{sender}:1"}
+        assert (await api.post("/scored_data", json=group(4), headers=key)).status_code == 200
+        return (await api.get("/status")).json()["queue_size"] > before
+
+    async with api_client(store) as api:
+        assert [await is_new(api, sender) for sender in "abcab"] == [True, True, True, False, False]
+        assert await is_new(api, "d")
+        long = await api.post("/scored_data", json=group(4), headers={"Idempotency-Key": "x" * 300 + ":1"})
+        assert (long.status_code, "at most 256" in long.json()["detail"]) == (400, True)
+    async with api_client(store) as api:
+        assert [await is_new(api, sender) for sender in "bcda"] == [False, False, False, True]
+    with closing(sqlite3.connect(store)) as database:
+        assert database.execute("SELECT count(*) FROM posts").fetchone() == (3,)
 
 
 @pytest.mark.parametrize(("of_the_api", "of_the_trainer"), [(1, 3), (3, 1), (None, 1), (1, None)])
