@@ -167,7 +167,7 @@ def _print_machines(status: RunStatus) -> None:
         cpu = "-" if machine is None or machine.cpu_percent is None else f"{machine.cpu_percent:.0f} %"
         devices = "-" if machine is None else str(machine.num_devices)
         memory = "-" if machine is None or machine.memory_used_bytes is None else memory_words(machine)
-        told = (state_words(machine, now), ready_words(row), cpu, memory, gpu_words(row) or "-", devices)
+        told = (state_words(row, now), ready_words(row), cpu, memory, gpu_words(row) or "-", devices)
         lines.append((one_line(row.name), "-" if machine is None else one_line(machine.address), *told))
     write_line(f"\n{table(lines)}")
     for row in rows:

@@ -32,8 +32,8 @@ PROBE_SIGNS = {
     ProbeOutcome.ENGINE_STALLED: ("◍", "stalled"),
 }
 """Sign and word of probe outcomes that refine the state of a service."""
-MACHINE_GLYPHS = {"ready": "●", "joining": "◐", "silent": "◌", "lost": "✗"}
-MACHINE_STYLES = {"ready": ".ok", "joining": ".busy", "silent": ".error", "lost": ".error"}
+MACHINE_GLYPHS = {"ready": "●", "joining": "◐", "silent": "◌", "lost": "✗", "released": "■"}
+MACHINE_STYLES = {"ready": ".ok", "joining": ".busy", "silent": ".error", "lost": ".error", "released": ".muted"}
 FOLDED, UNFOLDED = "+", "−"
 """Before what has rows below it, on the board too."""
 RUN_GLYPHS = {

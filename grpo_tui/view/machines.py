@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_engine.wire.supervisor import (
+    ENDED_RUN_STATES,
     GpuProcess,
     GpuStatus,
     MachineStatus,
@@ -32,6 +33,8 @@ class MachineRow:
     """None: the one that the supervisor runs on."""
     services: tuple[ServiceStatus, ...]
     gpus: tuple[GpuStatus, ...]
+    is_over: bool = False
+    """Whether the run has ended: the machine is given back, and its last figures are of no use."""
 
     @property
     def name(self) -> str:
@@ -71,16 +74,19 @@ def machine_rows(status: RunStatus | None) -> tuple[MachineRow, ...]:
         return ()
     places = _places(status)
     gpus: dict[str | None, list[GpuStatus]] = {}
-    for each in all_gpus(status):
+    is_over = status.state in ENDED_RUN_STATES and status.ended_at is not None
+    for each in [] if is_over else all_gpus(status):
         gpus.setdefault(each.machine, []).append(each.gpu)
     services: dict[str | None, list[ServiceStatus]] = {}
     for service in status.services:
         services.setdefault(places.get(service.name), []).append(service)
+    last = {"cpu_percent": None, "memory_used_bytes": None} if is_over else {}
     return tuple(
         MachineRow(
-            machine=machine,
+            machine=machine and machine.model_copy(update=last),
             services=tuple(services.get(name, ())),
             gpus=tuple(gpus.get(name, ())),
+            is_over=is_over,
         )
         for name, machine in ((None, None), *((each.name, each) for each in status.machines))
     )
@@ -163,8 +169,14 @@ def shown_rows(status: RunStatus | None, folded: Collection[str] = ()) -> tuple[
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def state_words(machine: MachineStatus | None, now: float) -> str:
-    """`ready`, `silent 12s`, `joining 3s`, `lost 12s`; how long it has been so where that matters."""
+def state_words(row: MachineRow, now: float) -> str:
+    """`ready`, `silent 12s`, `joining 3s`, `lost 12s`; how long it has been so where that matters.
+
+    Of a run that has ended `released`; on the machine of the supervisor nothing was reserved.
+    """
+    machine = row.machine
+    if row.is_over:
+        return "ended" if machine is None else "released"
     if machine is None or machine.state == "ready":
         return "ready"
     word = "joining" if machine.is_joining else machine.state
@@ -172,7 +184,9 @@ def state_words(machine: MachineStatus | None, now: float) -> str:
 
 
 def ready_words(row: MachineRow) -> str:
-    """`1 of 2 ready`; of a machine without services that it is spare, or has none."""
+    """`1 of 2 ready`; of a machine without services that it is spare, or has none; their number once over."""
+    if row.is_over:
+        return count_text(len(row.services), "service")
     if row.services:
         return f"{row.num_ready} of {len(row.services)} ready"
     if row.machine is None or row.machine.state != "ready":
@@ -220,7 +234,7 @@ def machine_facts(row: MachineRow, now: float, clock: str) -> Iterator[tuple[str
         yield "machine", "that of the supervisor; services that take no devices run here"
     else:
         yield "address", machine.address
-        yield "state", f"{state_words(machine, now)}, since {clock}"
+        yield "state", state_words(row, now) if row.is_over else f"{state_words(row, now)}, since {clock}"
         if machine.lost_services:
             yield "lost", ", ".join(machine.lost_services)
         if machine.next is not None:

@@ -13,7 +13,8 @@ from shown_screen import LARGE, SMALL, Shown, shown
 
 from grpo_engine.wire.supervisor import GpuProcess, GpuStatus, MigInstance, ServiceState, UsageSampled
 from grpo_tui.ui.screens.gpus import GpusScreen, ReportScroll
-from grpo_tui.ui.widgets.gpu_report import GpuReport, report
+from grpo_tui.ui.widgets.gpu_bars import service_parts
+from grpo_tui.ui.widgets.gpu_report import GpuReport, _whole_legend, report
 from grpo_tui.ui.widgets.main.gpu_panel import GpuPanel
 
 slow = pytest.mark.slow
@@ -171,6 +172,13 @@ def test_without_a_driver_the_report_says_why_and_shows_the_history_of_host_memo
     text = "\n".join(report_lines(lambda place: [], num=100, gpus=[], services=four_services(on_gpu=False)))
     for words in ("no GPU reported yet", "grpo-tui doctor", "trainer 3.0G", "▓", "the whole run:"):
         assert words in text
+
+
+def test_the_legend_of_a_run_that_is_over_has_the_order_of_its_services() -> None:
+    state = state_after(*samples(lambda place: [], 1), status=run_status(gpus=[], services=four_services()))
+    first, then = service_parts({"vllm": GIB}, state), service_parts({"trainer": GIB, "vllm": GIB, "api": GIB}, state)
+    legend = [each.plain for each in _whole_legend([], [first, then], state)]
+    assert legend == ["█ api none now", "▓ vllm none now", "▚ trainer none now"]
 
 
 def test_an_out_of_memory_crash_is_shown_with_who_held_the_memory() -> None:

@@ -99,6 +99,15 @@ def test_machines_that_do_not_answer_and_those_that_join_are_told_apart(changes:
     assert any(words in row for row in table(state_after(status=status), 110))
 
 
+def test_machines_of_a_run_that_has_ended_are_released_and_have_no_figures() -> None:
+    gone = {"state": ServiceState.STOPPED, "pid": None}
+    services = [each.model_copy(update=gone) for each in on_machines().services]
+    rows = table(state_after(status=on_machines(services=services, state=RunState.FINISHED, ended_at=NOW)), 110)
+    shown_machines = [" ".join(row.split()) for row in rows if "machine-" in row]
+    assert shown_machines == [f"− machine-{number} ■ released 1 service" for number in (1, 2, 3)]
+    assert " ".join(rows[0].split()) == "− supervisor ■ ended 4 services"
+
+
 # --- keys ------------------------------------------------------------------------------------------------------------
 
 

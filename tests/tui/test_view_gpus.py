@@ -134,6 +134,14 @@ def test_columns_have_round_seconds_and_do_not_move_while_the_run_goes_on() -> N
     assert laid_out(seen[:-5], 20).moments[:16] == columns.moments[:16]
 
 
+def test_in_a_short_run_columns_are_several_cells_wide() -> None:
+    seen = moments(*(sample(second, on_gpu(vllm=1)) for second in range(0, 100, 2)))
+    columns = laid_out(seen, 180)
+    assert (columns.column_s, columns.cells, columns.end) == (2, 3, 100)
+    assert [moment.time for column in columns.moments[:7] for moment in column] == [0, 0, 0, 2, 2, 2, 4]
+    assert len(laid_out(seen[:1], 180).moments) == 4  # a first sample does not fill the screen
+
+
 def test_a_column_shows_the_peak_of_memory_and_the_mean_of_the_rest() -> None:
     seen = moments(
         *(
@@ -149,7 +157,7 @@ def test_a_column_shows_the_peak_of_memory_and_the_mean_of_the_rest() -> None:
 
 
 def test_a_pause_between_samples_is_bridged_and_a_gap_is_not() -> None:
-    columns = laid_out(moments(sample(0, on_gpu(vllm=1)), sample(4, on_gpu(vllm=1)), sample(40, on_gpu(vllm=1))), 80)
+    columns = laid_out(moments(sample(0, on_gpu(vllm=1)), sample(4, on_gpu(vllm=1)), sample(40, on_gpu(vllm=1))), 21)
     is_known = [bool(column) for column in columns.moments]
     assert columns.column_s == 2
     assert all(is_known[:10])

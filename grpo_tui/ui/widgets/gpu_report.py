@@ -202,9 +202,9 @@ def _machine_lines(state: ViewState, width: int) -> list[Content]:
     told = []
     for row in rows:
         words, style = gpu_words(row) or "no GPU reported", ".muted"
-        if row.machine is not None and row.machine.state != "ready":
+        if row.machine is not None and row.machine.state != "ready" and not row.is_over:
             since = clock_at(row.machine.since)
-            words, style = f"{state_words(row.machine, state.now)}, since {since}: its GPUs are unknown", ".warning"
+            words, style = f"{state_words(row, state.now)}, since {since}: its GPUs are unknown", ".warning"
         told.append(line(f" {fit(row.name, name_width)}  ", (words, style)).truncate(width, ellipsis=True))
     return [*told, Content("")]
 
@@ -260,13 +260,15 @@ def _memory_now(gpu: GpuStatus, state: ViewState, width: int, held: Sequence[Seq
     return [
         line(" " * INDENT, *bar(parts, total, bar_width), amounts),
         *_plan_lines(gpu, parts, state, bar_width, width),
-        *_wrapped_pieces(_whole_legend(parts, held), width, INDENT),
+        *_wrapped_pieces(_whole_legend(parts, held, state), width, INDENT),
     ]
 
 
-def _whole_legend(now: Sequence[Part], history: Iterable[Sequence[Part] | None]) -> list[Content]:
-    """The legend of bar and chart, with holders that only the history shows."""
-    shown = {part.name: part for parts in history for part in parts or ()}
+def _whole_legend(now: Sequence[Part], history: Iterable[Sequence[Part] | None], state: ViewState) -> list[Content]:
+    """The legend of bar and chart, with holders that only the history shows, in the order of the services."""
+    order = {service.name: place for place, service in enumerate(state.services)}
+    seen = {part.name: part for parts in history for part in parts or ()}
+    shown = dict(sorted(seen.items(), key=lambda each: order.get(each[0], len(order))))
     gone = [part for name, part in shown.items() if name not in {each.name for each in now} | {OTHERS}]
     return [*legend(now), *(line((part.fill, part.style), f" {part.name} ", ("none now", ".muted")) for part in gone)]
 
@@ -465,7 +467,7 @@ def _host_block(state: ViewState, width: int, chart_rows: int, columns: Columns)
     fullest = peaks(columns.moments, lambda moment: sum(moment.rss_bytes.values()))
     far = services_elsewhere(state.status)
     shown = [None if moment is None else service_parts(_without(moment.rss_bytes, far), state) for moment in fullest]
-    rows += [*_wrapped_pieces(_whole_legend(parts, shown), width, INDENT), Content("")]
+    rows += [*_wrapped_pieces(_whole_legend(parts, shown, state), width, INDENT), Content("")]
     if ranks := rank_rows(state.services, state.now):
         styles = [".title", *(".muted" for _ in ranks[1:])]
         rows += [line(" " * INDENT, each).truncate(width, ellipsis=True) for each in zip(ranks, styles, strict=True)]

@@ -18,6 +18,8 @@ COLUMN_S = (
     5400, 7200, 10800, 14400, 21600, 43200, 86400,
 )  # fmt: skip
 """Each new column sends a line of the chart to the terminal: two seconds keep that below 4 kB/s."""
+MOST_CELLS = 4
+"""Of a column: the first samples of a run do not fill the screen."""
 Figures = TypeVar("Figures")
 HELD_S = 15.0
 """How long a sample counts: three sampling intervals of a run without an open screen."""
@@ -30,15 +32,21 @@ class Columns:
     start: float
     column_s: int
     moments: tuple[tuple[GpuMoment, ...], ...]
+    """Each column as often as it has cells."""
+    cells: int = 1
+    """How many cells wide a column is drawn."""
 
     @property
     def end(self) -> float:
         """When the last column ends."""
-        return self.start + self.column_s * len(self.moments)
+        return self.start + self.column_s * (len(self.moments) // self.cells)
 
 
 def laid_out(moments: Sequence[GpuMoment], num_columns: int, span_s: float | None = None) -> Columns:
-    """Share out the moments of the last `span_s` seconds, or all, over at most `num_columns` columns."""
+    """Share out the moments of the last `span_s` seconds, or all, over at most `num_columns` cells.
+
+    Where these are more than columns, as in the first minutes of a run, a column is several cells wide.
+    """
     if not moments or num_columns <= 0:
         return Columns(start=0.0, column_s=COLUMN_S[0], moments=())
     last = moments[-1].time
@@ -61,7 +69,9 @@ def laid_out(moments: Sequence[GpuMoment], num_columns: int, span_s: float | Non
             held = column[-1]
         elif held is not None and start + place * column_s - held.time <= max(HELD_S, column_s):
             column.append(held)
-    return Columns(start=start, column_s=column_s, moments=tuple(map(tuple, columns)))
+    cells = min(MOST_CELLS, num_columns // num)
+    wide = tuple(tuple(column) for column in columns for _ in range(cells))
+    return Columns(start=start, column_s=column_s, moments=wide, cells=cells)
 
 
 def figures_of(columns: Columns, index: int, machine: str | None = None) -> list[list[GpuFigures]]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from rich.cells import cell_len
 from textual.content import Content
 
-from grpo_engine.wire.supervisor import MachineStatus
 from grpo_tui.ui.glyphs import FOLDED, MACHINE_GLYPHS, MACHINE_STYLES, UNFOLDED
 from grpo_tui.ui.widgets.lines import Styled, fit, line
 from grpo_tui.view.format import UNKNOWN, bytes_text, count_text, percent_text
@@ -44,13 +43,13 @@ def machine_line(
             take the room of all others, and of all where it does not answer.
         width: of the whole row.
     """
-    kind = state_of(row.machine)
+    kind = state_of(row)
     cells: list[str | Styled] = [
         ("▌" if state.is_selected(row) else " ", ".busy"),
         (FOLDED if row.name in state.viewer.folded else UNFOLDED, ".muted"),
         (fit(f" {row.name}", name_width), ".title" if row.machine is None else ".strong"),
         " ",
-        (fit(f"{MACHINE_GLYPHS[kind]} {state_words(row.machine, state.now)}", state_width), MACHINE_STYLES[kind]),
+        (fit(f"{MACHINE_GLYPHS[kind]} {state_words(row, state.now)}", state_width), MACHINE_STYLES[kind]),
     ]
     if kind == "ready":
         own = [each for each in columns if each[0] in FIGURES]
@@ -59,8 +58,11 @@ def machine_line(
     return line(*cells, (" " * GAP + words, style))
 
 
-def state_of(machine: MachineStatus | None) -> str:
+def state_of(row: MachineRow) -> str:
     """One of `MACHINE_GLYPHS`."""
+    machine = row.machine
+    if row.is_over:
+        return "released"
     if machine is None:
         return "ready"
     return "joining" if machine.is_joining else machine.state
@@ -83,6 +85,8 @@ def _figure(title: str, row: MachineRow, state: ViewState) -> str:
 def _note(row: MachineRow, state: ViewState, room: int) -> Styled:
     """What is wrong and what happens next; of a machine that is well, what is ready and how busy it is."""
     machine = row.machine
+    if row.is_over:
+        return fit(ready_words(row), room), ".muted"
     if machine is not None and machine.state != "ready":
         names = machine.lost_services if machine.state == "lost" else list(machine.services)
         ran = f"{'ran' if machine.state == 'lost' else 'runs'} {', '.join(names)}" if names else ""
