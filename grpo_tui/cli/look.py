@@ -50,7 +50,7 @@ def ps_command(
     as_json: JsonOption = False,
     tag: Annotated[str | None, typer.Option("--tag", help="Only runs with this tag.")] = None,
 ) -> None:
-    """List the runs of this folder, the newest first; on stderr the starts of this host that wait."""
+    """List the runs of this folder, the newest first. On stderr also the starts of this host that wait."""
     from grpo_tui.client.start_queue import waiting_starts, who
     from grpo_tui.view.diagnosis import diagnose
 
@@ -63,7 +63,7 @@ def ps_command(
     if as_json:
         write_line(json.dumps([_summary(run, status) for run, status in rows], indent=1))
         return
-    lines: list[tuple[str, ...]] = [("RUN", "STATE", "STEP", "LEFT", "SERVICES", "AGE", "SUPERVISOR", *HELD)]
+    lines: list[tuple[str, ...]] = [("RUN", "STATE", "STEP", "LEFT", "SERVICES", "UP", "SUPERVISOR", *HELD)]
     for run, status in rows:
         if status is None:
             lines.append((run.id, "unknown", "-", "-", "-", "-", "alive" if run.has_daemon else "none", "", "", ""))
@@ -106,8 +106,8 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
         return
     state = f"{status.state}, being taken down" if status.is_ending else status.state
     step = progress.of_steps and f"step {progress.of_steps}"
-    age = age_words(status.started_at, status.ended_at)
-    write_line("  ".join(filter(None, (one_line(status.run), state, step, progress.left, age))) + "\n")
+    up = f"up {age_words(status.started_at, status.ended_at)}"
+    write_line("  ".join(filter(None, (one_line(status.run), state, step, progress.left, up))) + "\n")
     lines = [("SERVICE", "STATE", "HEALTH", "PID", "RESTARTS", "CPU", "MEMORY", "GPU MEMORY", "PORTS", "MACHINE")]
     for service in status.services:
         cpu = "-" if service.cpu_percent is None else f"{service.cpu_percent:.0f} %"

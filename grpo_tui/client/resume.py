@@ -141,7 +141,7 @@ def resume_run(
         shares = shares_gpus or loaded.profile.share_gpus
         refuse_before(start_of(loaded, moves=moves_ports, shares=shares), waiting_starts(), hint=QUEUE_HINT)
         require_own_files(loaded, logs)
-        require_own_ports(loaded, logs)
+        require_own_ports(loaded, logs, is_resumed=True)
         require_free_ports(loaded, take_ports=take_ports, is_resumed=True)
         crowds = crowded_gpus(loaded, live_runs_anywhere(logs), logs)
         require_gpus(crowds, shares=shares, is_resumed=True)

@@ -164,7 +164,7 @@ def require_own_files(loaded: LoadedProfile, logs: Path) -> None:
                 )
 
 
-def require_own_ports(loaded: LoadedProfile, logs: Path) -> None:
+def require_own_ports(loaded: LoadedProfile, logs: Path, *, is_resumed: bool = False) -> None:
     """Refuse to start on the ports that a live run declares, which no start takes away.
 
     Raises:
@@ -179,8 +179,9 @@ def require_own_ports(loaded: LoadedProfile, logs: Path) -> None:
         for port in sorted(own.intersection(launch.ports))
     ]
     if taken:
-        hint = "`grpo-tui down RUN` ends it; --set services.NAME.port=0 takes a free one"
-        raise StartRefused("\n".join([*taken, hint]), reasons=taken)
+        other = _OTHER_PORT if is_resumed else _FREE_PORTS
+        hint = f"`grpo-tui down RUN` ends it; {other}"
+        raise StartRefused("\n".join([*taken, hint]), choices=() if is_resumed else ("new",), reasons=taken)
 
 
 def require_free_ports(loaded: LoadedProfile, *, take_ports: bool, is_resumed: bool = False) -> None:
@@ -203,7 +204,7 @@ def require_free_ports(loaded: LoadedProfile, *, take_ports: bool, is_resumed: b
     }
     if not held:
         return
-    other = "--set services.NAME.port=N takes another port" if is_resumed else "--new starts the run on free ports"
+    other = _OTHER_PORT if is_resumed else _FREE_PORTS
     can_take = any(owner.may_be_ended and owner.is_foreign for owner in held.values())
     hint = f"{other}; --take-ports ends what holds them" if can_take else other
     raise StartRefused("\n".join([*held, hint]), choices=() if is_resumed else ("new",), reasons=list(held))
@@ -219,6 +220,8 @@ def note_on_ports(moves: Mapping[int, int]) -> list[str]:
 
 
 _UNSET = object()
+_FREE_PORTS = "--new starts the run on free ports"
+_OTHER_PORT = "--set services.NAME.port=N takes another port"
 
 
 def _first(changes: Sequence[str]) -> list[str]:

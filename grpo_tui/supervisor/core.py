@@ -290,7 +290,8 @@ class Supervisor:
             temporary_folder=self._temporary.path,
             run_folder=self._run_folder,
         )
-        log.info("run %s is over: %s; ports %s are free", self.run_name, self._run.ending.state, ports or "(none)")
+        free = ", ".join(map(str, ports)) or "none"
+        log.info("run %s is over: %s; free ports: %s", self.run_name, self._run.ending.state, free)
         if self._run.ending.state is not RunState.FINISHED:
             self.notice("info", how_to_go_on(self._run_folder), None)
         self._run.ended_at = time.time()

@@ -69,7 +69,8 @@ def about_ending_runs(runs: Sequence[BoardRun], sweep: BoardSweep | None) -> Que
         again = f"grpo-tui sweep resume {sweep.name} goes on with it"
         return Question(text=f"End the sweep {sweep.name} and its live runs?", named=(*named, again))
     text = f"End the run {runs[0].name}?" if len(runs) == 1 else f"End these {len(runs)} runs?"
-    return Question(text=text, named=(*named, "and every process that they started"))
+    subject = "it" if len(runs) == 1 else "they"
+    return Question(text=text, named=(*named, f"and every process that {subject} started"))
 
 
 def _at_step(run: BoardRun) -> str:

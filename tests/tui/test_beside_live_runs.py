@@ -17,7 +17,7 @@ from launches import launch
 from grpo_tui.client import second_run
 from grpo_tui.client.gpu_leases import Crowd, crowd_on, refusal_of_gpus, require_gpus
 from grpo_tui.client.local import Run, StartRefused
-from grpo_tui.client.second_run import LiveRun, differences, live_runs_of, require_own_files
+from grpo_tui.client.second_run import LiveRun, differences, live_runs_of, require_own_files, require_own_ports
 from grpo_tui.profile.loaded import resolved
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
@@ -213,6 +213,24 @@ def test_two_live_runs_write_no_file_in_common(tmp_path: Path, overrides: list[s
             return
         with pytest.raises(StartRefused, match=f"{setting}: .* belongs to run p-1123-000000-abcd, which is live"):
             require_own_files(loaded, tmp_path / "logs")
+
+
+@pytest.mark.parametrize(
+    ("is_resumed", "choices", "help"),
+    [
+        (False, ("new",), "--new starts the run on free ports"),
+        (True, (), "--set services.NAME.port=N takes another port"),
+    ],
+)
+def test_ports_of_a_live_run_of_another_profile_are_refused_with_what_takes_others(
+    tmp_path: Path, is_resumed: bool, choices: tuple[str, ...], help: str
+) -> None:
+    with live_run(tmp_path) as path:
+        loaded = load(str(path))
+        with pytest.raises(StartRefused, match="of run p-1123-000000-abcd, which is live") as refused:
+            require_own_ports(loaded, tmp_path / "logs", is_resumed=is_resumed)
+    assert refused.value.choices == choices
+    assert str(refused.value).splitlines()[-1] == f"`grpo-tui down RUN` ends it; {help}"
 
 
 def test_a_live_branch_is_not_joined_as_a_run_of_the_profile_of_its_parent(tmp_path: Path) -> None:

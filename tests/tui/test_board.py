@@ -347,6 +347,7 @@ async def test_ending_runs_asks_first_and_names_them(answer: str) -> None:
             await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
             picture = app.export_screenshot().replace("&#160;", " ")
             assert "End the run live?" in picture
+            assert "and every process that it started" in picture
             assert "live, running, step 5" in picture
             await pilot.press(answer)
             await until(pilot, lambda: isinstance(app.screen, BoardScreen))
