@@ -12,19 +12,21 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from environment_runs import served_run, settings
 from fastapi import FastAPI
 from fastapi.responses import Response
 from rollout_fakes import FakeTokenizer, fake_inference
 from training import settings as train_settings
 
+from grpo_engine.bridges.transport.turns import dtype_of_weights
 from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.environments import generating
 from grpo_engine.environments.main import work
 from grpo_engine.environments.measuring import HeldOutMeasure
 from grpo_engine.environments.sampling.groups import Completions, NotFinite, check_completions
 from grpo_engine.environments.status_requests import BatchLimits
-from grpo_engine.errors import PeerError
+from grpo_engine.errors import BridgeError, PeerError
 from grpo_engine.models.same_model import is_same_model
 from grpo_engine.train.evaluation import Evaluator
 from grpo_engine.wire.codec import Message
@@ -200,3 +202,11 @@ def test_a_server_of_no_processes_or_with_endless_versions_or_names_is_none_of_o
     BridgeInfo.model_validate(state)
     with pytest.raises(ValueError, match=next(iter(wrong))):
         BridgeInfo.model_validate({**state, **wrong})
+
+
+@pytest.mark.parametrize("name", ["load", "__class__", "no_such", "int8", "complex128", "float4_e2m1fn_x2"])
+def test_a_server_whose_weights_are_of_no_type_ends_a_trainer_that_takes_turns_with_words(name: str) -> None:
+    info = BridgeInfo.model_construct(dtype=name)
+    with pytest.raises(BridgeError, match=name):
+        dtype_of_weights("http://server", info)
+    assert dtype_of_weights("http://server", BridgeInfo.model_construct(dtype="bfloat16")) is torch.bfloat16

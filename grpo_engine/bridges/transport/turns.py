@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_engine.bridges.memory.shared_tensors import dtype_from_text
 from grpo_engine.bridges.memory.staging import Staging
 from grpo_engine.bridges.memory.turn_lock import TurnLock
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Update
@@ -41,6 +42,20 @@ logger = logging.getLogger(__name__)
 
 class _Restarted(PeerUnavailable):
     """Another server answers than the one that was asked before."""
+
+
+def dtype_of_weights(url: str, info: BridgeInfo) -> torch.dtype:
+    """The type of the weights of a server, in which they are handed over.
+
+    Raises:
+        BridgeError: it names none in which a trainer has weights.
+    """
+    dtype = dtype_from_text(info.dtype)
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise BridgeError(
+            f"{url}: its weights are {info.dtype}, and a trainer has none: start it with --dtype bfloat16"
+        )
+    return dtype
 
 
 class TurnsBridge:
@@ -82,10 +97,9 @@ class TurnsBridge:
         Raises:
             BridgeError: it cannot sleep, or serves another model.
         """
-        import torch
-
         [info] = self._servers.find(self._advice)
         self._check_server(info)
+        dtype = dtype_of_weights(self._server.url, info)
         announce_sender(self._folder)
         self.prepare_step()
         model = self._placement.load()
@@ -97,7 +111,7 @@ class TurnsBridge:
             )
         self._staging = Staging(
             self._placement.layers(),
-            dtype=getattr(torch, info.dtype),
+            dtype=dtype,
             device=self._device,
             num_bytes=self._staging_bytes,
         )
