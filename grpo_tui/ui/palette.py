@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +68,7 @@ class Command:
 
 
 class RunCommands(Provider):
-    """Matches the typed letters in order, as Textual's palette does."""
+    """Matches the typed letters in order, as Textual's palette does; in a help text beginnings of words alone."""
 
     async def discover(self) -> Hits:
         """Yield the commands that are listed before anything is typed."""
@@ -76,10 +77,10 @@ class RunCommands(Provider):
                 yield DiscoveryHit(Content(command.words), command.run, text=command.words, help=command.help)
 
     async def search(self, query: str) -> Hits:
-        """Yield commands whose words or help match the query; matches in the help count half."""
+        """Yield commands whose words match the query, then those whose help has its words."""
         matcher = self.matcher(query)
         for command in self._commands():
-            score = max(matcher.match(command.words), 0.5 * matcher.match(command.help))
+            score = matcher.match(command.words) or (_OF_HELP if _has_words(command.help, query) else 0)
             if score > 0:
                 shown = _highlighted(command.words, matcher)
                 yield Hit(score, shown, command.run, text=command.words, help=command.help)
@@ -142,6 +143,16 @@ class RunCommands(Provider):
     async def _show_log(self, name: str) -> None:
         self._grpo.select(name)
         await self._grpo.action_show("run")
+
+
+_OF_HELP = 0.1
+"""Below the score of any match in the words of a command."""
+
+
+def _has_words(text: str, query: str) -> bool:
+    """Whether each word of the query begins one of the text: letters in any order are in nearly every sentence."""
+    words = re.findall(r"[\w-]+", text.lower())
+    return all(any(word.startswith(each) for word in words) for each in query.lower().split())
 
 
 def _highlighted(words: str, matcher: Matcher) -> Content:

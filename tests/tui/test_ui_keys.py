@@ -109,6 +109,21 @@ async def test_the_palette_finds_every_key_service_and_screen_by_words_and_nothi
         await screen.until_commands(("stop", "api"), ("restart", "vllm"))
 
 
+@slow
+async def test_the_palette_matches_words_of_a_help_text_and_not_its_letters(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        palette = RunCommands(screen.app.screen)
+
+        async def found(query: str) -> list[str | None]:
+            hits = [hit async for hit in palette.search(query)]
+            return [hit.text for hit in sorted(hits, key=lambda hit: -hit.score)]
+
+        assert not [text for text in await found("rest") if text is None or text.startswith(("theme", "crash"))]
+        assert "gpus  (2)" in await found("mem proc")  # memory by service and process
+        assert (await found("theme li"))[0] == "theme light"
+        assert "theme nord" in await found("colours")
+
+
 # --- a read-only screen, and preferences -----------------------------------------------------------------------------
 
 
