@@ -496,8 +496,8 @@ def who_waits(trainer: float, generation: float, limit: tuple[str, str] | None =
         )
     elif for_groups >= MUCH_WAITING and for_trainer <= LITTLE_WAITING:
         text = (
-            f"the trainer waits for groups {100 * for_groups:.0f}% of the time: generation is the slower side; "
-            f"trainer : generator is balanced at 1 : {generation / max(trainer, 0.01):.1f} of today"
+            f"the trainer waits for groups {100 * for_groups:.0f}% of the time: generation is the slower side, and "
+            f"would keep up if it were {generation / max(trainer, 0.01):.1f} times as fast"
         )
         hint = (
             "give inference more: replicas of the server on more GPUs, a larger --gpu-memory-utilization, more "
@@ -508,8 +508,8 @@ def who_waits(trainer: float, generation: float, limit: tuple[str, str] | None =
             text, hint = f"{text}; {limit[0]}", limit[1]
     elif for_trainer >= MUCH_WAITING and for_groups <= LITTLE_WAITING:
         text = (
-            f"environments wait for the trainer {100 * for_trainer:.0f}% of the time: training is the slower side; "
-            f"trainer : generator is balanced at {trainer / max(generation, 0.01):.1f} : 1 of today"
+            f"environments wait for the trainer {100 * for_trainer:.0f}% of the time: training is the slower side, and "
+            f"would keep up if it were {trainer / max(generation, 0.01):.1f} times as fast"
         )
         hint = "give training more: --compile-layers, --micro-batch-tokens, more ranks (gpus of the trainer)"
     else:

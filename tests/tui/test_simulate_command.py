@@ -41,10 +41,10 @@ def test_the_least_staleness_that_is_nearly_as_fast_as_the_fastest_is_recommende
     assert advice(rows, 4)[0] == "max_staleness 1 suffices: 98 tokens/s, and the fastest has 100; the profile has 4"
 
 
-def test_the_side_that_waits_is_named_with_the_balanced_ratio() -> None:
+def test_the_slower_side_is_named_with_how_much_faster_it_must_be() -> None:
     lines = advice([simulated(1, 100.0, trainer_busy=0.5)], 1)
     assert lines[0].startswith("1 trainer rank : 2 servers: the trainer waits for groups 50% of the time")
-    assert "balanced at 1 : 2.0 of today" in lines[0]
+    assert "generation is the slower side, and would keep up if it were 2.0 times as fast" in lines[0]
 
 
 def test_where_neither_side_waits_for_long_it_says_so_and_how_long() -> None:

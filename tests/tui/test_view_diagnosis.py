@@ -131,8 +131,20 @@ DIFFICULTY = "--task.difficulty, where it has one"
         (0, busy(0.4, 1.0, servers_full=1.0), "waiting-sides", "requests queue at the", ["--max-batch-size"]),
         (0, busy(0.4, 1.0, workers_full=1.0), "waiting-sides", "every worker of the", ["--max-workers"]),
         (0, busy(0.4, 1.0, batches_ahead=8.0), "waiting-sides", "8 batches ahead, as", ["--max-batches-offpolicy"]),
-        (0, busy(0.4, 1.0), "waiting-sides", "balanced at 1 : 2.5 of", ["--max-workers"]),
-        (0, busy(1.0, 0.5), "waiting-sides", "balanced at 2.0 : 1 of", ["--compile-layers"]),
+        (
+            0,
+            busy(0.4, 1.0),
+            "waiting-sides",
+            "generation is the slower side, and would keep up if it were 2.5 times as fast",
+            ["--max-workers"],
+        ),
+        (
+            0,
+            busy(1.0, 0.5),
+            "waiting-sides",
+            "training is the slower side, and would keep up if it were 2.0 times as fast",
+            ["--compile-layers"],
+        ),
     ],
 )
 def test_a_trouble_of_the_metrics_has_its_cause_and_the_flags_that_fix_it(
