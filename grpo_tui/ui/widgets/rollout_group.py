@@ -277,11 +277,13 @@ def _table(subject: Subject, width: int, num_rows: int) -> list[Content]:
     for number in numbers:
         one = completions[number]
         is_chosen = number == subject.place
+        advantage = f"{one.advantage:+.3f}"
         pieces: list[str | Styled] = [
             ("▌" if is_chosen else " ", ".accent"),
             (f"{number + 1:>4}", ".strong" if is_chosen else ""),
             f" {one.reward:>8.3f} ",
-            (f"{one.advantage:>+9.3f}", SCALES[Tint.ADVANTAGE].tone(one.advantage)),
+            " " * (9 - len(advantage)),  # an underline is below the number alone
+            (advantage, SCALES[Tint.ADVANTAGE].tone(one.advantage)),
             f" {len(one.token_ids):>7,} {_versions(one):>9}  ",
             (_ended(one), ".warning" if one.is_truncated else ".muted"),
             ("  " if width > 76 else "", ""),
