@@ -156,7 +156,7 @@ def status_command(name: SweepArgument = None, as_json: JsonOption = False) -> N
 def stop_command(name: SweepArgument = None) -> None:
     """End a sweep and its live runs. `sweep resume` goes on with it."""
     from grpo_tui.sweeps.files import ask_to_stop
-    from grpo_tui.sweeps.folder import find_sweep, holder, holding, live_folders
+    from grpo_tui.sweeps.folder import ENDED_STATES, find_sweep, holder, holding, live_folders, runs_of
     from grpo_tui.sweeps.runner import POLL_S, end_runs
 
     sweep = find_sweep(name, to_run=True)
@@ -165,7 +165,11 @@ def stop_command(name: SweepArgument = None) -> None:
             time.sleep(POLL_S)
     with holding(sweep):
         end_runs(live_folders(find_sweep(sweep.name, sweep.logs)))  # it may have more points by now
-    write_line(f"sweep {sweep.name} is stopped; `grpo-tui sweep resume {sweep.name}` goes on with it", to_stderr=True)
+    if all(run.state in ENDED_STATES for run in runs_of(find_sweep(sweep.name, sweep.logs))):
+        ended = "was complete; nothing of it is left to stop"
+    else:
+        ended = f"is stopped; `grpo-tui sweep resume {sweep.name}` goes on with it"
+    write_line(f"sweep {sweep.name} {ended}", to_stderr=True)
 
 
 def _table(option: str, text: str | None) -> dict[str, Any] | None:
@@ -289,7 +293,7 @@ def _print_settings(points: Sequence[Any]) -> None:
     keys = list(dict.fromkeys(key for row in rows for key in row.settings))
     evaluation = next((row.evaluation for row in rows if row.evaluation), None)
     head = [*map(_short, keys), "RUNS", *([evaluation, "BEST"] if evaluation else []), "REWARD", "BEST"]
-    lines = [(*head, "TOKENS", "HOURS", "WARNINGS")]
+    lines = [(*head, "TOKENS", "TIME", "WARNINGS")]
     for row in rows:
         scores = [_with_error(row.score, row.score_error), _with_error(row.best_score)] if evaluation else []
         lines.append(
@@ -321,7 +325,7 @@ def _print_points(points: Sequence[Any]) -> None:
 
     keys = list(dict.fromkeys(key for row in points for key in row.settings))
     has_seeds = any(row.seed is not None for row in points)
-    head = ("POINT", *map(_short, keys), *(["SEED"] if has_seeds else []), "STATE", "STEP", "REWARD", "SCORE", "HOURS")
+    head = ("POINT", *map(_short, keys), *(["SEED"] if has_seeds else []), "STATE", "STEP", "REWARD", "SCORE", "TIME")
     lines: list[tuple[str, ...]] = [(*head, "RUN")]
     for row in points:
         lines.append(

@@ -74,6 +74,13 @@ def test_a_sweep_that_others_may_write_to_is_shown_and_neither_run_nor_ended(
     assert "services" not in capsys.readouterr().err
 
 
+def test_a_sweep_that_has_points_left_is_stopped_and_goes_on_by_resume(
+    sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_command("s")
+    assert "sweep s is stopped; `grpo-tui sweep resume s` goes on with it" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
 def test_a_sweep_of_another_user_is_not_run_and_the_message_says_what_shows_it(sweep: Sweep) -> None:
     os.chown(sweep.folder, 65534, 65534)

@@ -71,6 +71,7 @@ def test_a_sweep_refuses_a_wrong_key_at_once_keeps_a_failed_point_and_ends_a_hop
     again = place.grpo(*command, "--set", "services.t.env.VALUE='0.2'")
     assert again.returncode == 4
     assert "sweep s exists: `grpo-tui sweep resume s` goes on with it, --name OTHER starts another" in again.stderr
+    assert "sweep s was complete; nothing of it is left to stop" in place.grpo("sweep", "stop").stderr
     until(lambda: not place.supervisors())
 
 
