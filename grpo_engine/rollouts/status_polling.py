@@ -14,6 +14,10 @@ from grpo_engine.rollouts.state.api_state import ApiState
 from grpo_engine.rollouts.state.slots import Demand
 from grpo_engine.wire.rollouts import EnvironmentReport, EnvironmentStatus
 
+MAX_HELD = 20_000
+"""Reports that are held at a time, as many as environments register: each change of the state looks at all of them.
+Beyond it, requests are answered at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StatusRequest:
@@ -33,6 +37,8 @@ class StatusPolling:
         self._state = state
         self._num_asked: dict[int, int] = {}
         """Requests of each environment for slots."""
+        self._num_held = 0
+        """Reports in requests that are held."""
 
     async def statuses(
         self, reports: Sequence[EnvironmentReport], *, wait_s: float = 0.0, says_idle: bool = False
@@ -62,12 +68,16 @@ class StatusPolling:
         def is_any_news() -> bool:
             return any(map(self._is_news, requests))
 
-        if wait_s <= 0 or is_any_news():
+        if wait_s <= 0 or self._num_held + len(reports) > MAX_HELD or is_any_news():
             return [self._granted(request, status) for request, status in zip(requests, statuses, strict=True)]
+        self._num_held += len(reports)
         with contextlib.ExitStack() as stack:
             for report in reports:
                 stack.enter_context(self._idle.waiting(report.env_id))
-            await self._waiters.until(is_any_news, deadline)
+            try:
+                await self._waiters.until(is_any_news, deadline)
+            finally:
+                self._num_held -= len(reports)
         return [self._granted(request, self._status_after_wait(request.report.env_id)) for request in requests]
 
     def _numbered(self, report: EnvironmentReport) -> _StatusRequest:

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from rollout_fakes import ENVIRONMENT, REGISTRATION, api_client, group, rollout_app
 
+from grpo_engine.rollouts import status_polling
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.rollouts.state.api_state import ApiState
 from grpo_engine.rollouts.state.records import Stored
@@ -114,6 +115,28 @@ async def test_many_environments_get_their_statuses_and_slots_with_one_request()
         again = (await api.post("/status-env-list", json={"environments": sampled})).json()["environments"]
         alone = [(await api.request("GET", "/status-env", json=each)).json() for each in sampled]
         assert again == alone
+
+
+async def test_status_requests_are_held_for_so_many_environments_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_polling, "MAX_HELD", 4)
+    async with api_with_bound(0) as api:
+        env = await join(api)
+        known = {"env_id": env, "current_step": 0, "queue_size": 0}
+        held = [
+            asyncio.create_task(api.post("/status-env-list", json={"wait_s": 20, "environments": [known] * 2}))
+            for _ in range(2)
+        ]
+        await asyncio.sleep(0)
+        answer = await api.post("/status-env-list", json={"wait_s": 20, "environments": [known]})
+        assert answer.json()["environments"][0]["current_step"] == 0, "at once"
+        assert not any(each.done() for each in held)
+        for each in held:
+            each.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        waiting = asyncio.create_task(api.post("/status-env-list", json={"wait_s": 20, "environments": [known]}))
+        await asyncio.sleep(0)
+        assert not waiting.done(), "there is room again"
+        waiting.cancel()
 
 
 async def test_ids_that_nobody_has_leave_nothing_in_memory_nor_in_the_next_batch() -> None:
