@@ -108,6 +108,15 @@ class EngineInfo:
     patches: Mapping[str, bool] = field(default_factory=dict)
     """Patches of the engine's code, and whether each is in place."""
 
+    def __str__(self) -> str:
+        """`torch 2.13.0+cpu on cpu, float32, policy version 0, shares its weights`, for the log."""
+        parts = [f"{self.engine} on {self.device}", self.dtype, f"policy version {self.policy_version}"]
+        parts += [f"{self.num_ranks} ranks"] if self.num_ranks > 1 else []
+        parts += ["shares its weights"] if self.is_sharing else []
+        missing = [name for name, is_in_place in self.patches.items() if not is_in_place]
+        parts += [f"patches that are not in place: {', '.join(missing)}"] if missing else []
+        return ", ".join(parts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -12,7 +13,7 @@ from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
 
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.server.engine import EngineUnavailable
+from grpo_engine.server.engine import EngineInfo, EngineUnavailable
 from grpo_engine.server.http.requests import RefuseDuringShutdown, add_error_answers, read_body
 from grpo_engine.server.main import _Server
 from grpo_engine.serving.listening import take_port
@@ -178,3 +179,13 @@ async def test_a_client_that_disconnects_during_its_request_is_no_error_of_the_s
     scope: Scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b"", "headers": []}
     await app(scope, receive, send)  # what uvicorn would log with a traceback is raised here
     assert sent[0]["status"] == 499
+
+
+def test_the_log_says_in_words_what_serves() -> None:
+    info = EngineInfo(
+        engine="torch 2.13.0", device="cpu", dtype="float32", policy_version=3, update_count=1, last_update_time=0.0,
+        is_paused=False, is_sharing=True,
+    )  # fmt: skip
+    assert str(info) == "torch 2.13.0 on cpu, float32, policy version 3, shares its weights"
+    split = replace(info, is_sharing=False, num_ranks=2, patches={"sleep": True, "pause": False})
+    assert str(split) == "torch 2.13.0 on cpu, float32, policy version 3, 2 ranks, patches that are not in place: pause"
