@@ -80,6 +80,9 @@ def arrange(width: int, height: int, wanted: Wanted) -> Layout:
     everything = 1 + wanted.phase_rows + -(-wanted.num_metrics // metrics_columns)
     metrics = max(0, min(primary, rows))
     rows -= metrics
+    further = max(0, min(wanted.num_services + 1 - services, rows))
+    services += further
+    rows -= further
     if rows > 0 and warnings < wanted.warning_rows:
         more = min(wanted.warning_rows - warnings, rows if is_wide else rows // 2)
         warnings += more

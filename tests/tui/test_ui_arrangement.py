@@ -24,6 +24,12 @@ def test_several_warnings_get_rows_from_the_log() -> None:
     assert arrange(80, 24, wanted(num_warnings=4)).warning_rows >= 2
 
 
+def test_services_come_before_further_metrics() -> None:
+    layout = arrange(120, 36, wanted(num_services=9))  # six services on two machines, and the supervisor's
+    assert layout.services_rows == 1 + 9
+    assert layout.metrics_rows == 1 + 5  # the nine primary ones in two columns
+
+
 def test_the_panels_never_take_more_rows_than_there_are() -> None:
     sizes = itertools.product([40, 80, 120, 200], [10, 16, 24, 32, 50, 80])
     contents = itertools.product([1, 4, 12], [1, 8], [0, 1, 9])
