@@ -1,6 +1,9 @@
-"""A model with vLLM's layout: fused projections, a padded vocabulary."""
+"""A model with vLLM's layout (fused projections, a padded vocabulary), its log-probabilities, and a tokenizer."""
 
 from __future__ import annotations
+
+from itertools import accumulate
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -39,3 +42,22 @@ class Served(nn.Module):
         self.attn.qkv_proj = nn.ModuleDict({"base_layer": projection}) if has_adapters else projection
         self.norm = nn.Module()
         self.norm.weight = nn.Parameter(torch.ones(4))
+
+
+def flat(*positions: dict[int, float]) -> SimpleNamespace:
+    """vLLM's `FlatLogprobs`."""
+    ends = list(accumulate(map(len, positions)))
+    return SimpleNamespace(
+        token_ids=[token for position in positions for token in position],
+        logprobs=[value for position in positions for value in position.values()],
+        start_indices=[0, *ends[:-1]],
+        end_indices=ends,
+    )
+
+
+class Letters:
+    """A tokenizer of one letter a token; token 0 is special, and 1 the half of a character."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        letters = ("<0>" if token == 0 else "\ufffd" if token == 1 else chr(96 + token) for token in token_ids)
+        return "".join(letters).replace("<0>", "" if skip_special_tokens else "<0>")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from itertools import accumulate
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import GPT2Config, LlamaConfig
-from vllm_fakes import Served
+from vllm_fakes import Letters, Served, flat
 
 from grpo_engine.errors import BridgeError, ConfigError, DataError, ModelError
 from grpo_engine.server.config import ServerConfig
@@ -184,25 +183,6 @@ def test_a_models_parameters_are_known_without_its_weights(tmp_path: Path, is_ti
     assert parameters.shapes["model.layers.0.self_attn.k_proj.weight"] == (4, 8)
     assert ("lm_head.weight" in parameters.shapes) is not is_tied
     assert parameters.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {})
-
-
-def flat(*positions: dict[int, float]) -> SimpleNamespace:
-    """vLLM's `FlatLogprobs`."""
-    ends = list(accumulate(map(len, positions)))
-    return SimpleNamespace(
-        token_ids=[token for position in positions for token in position],
-        logprobs=[value for position in positions for value in position.values()],
-        start_indices=[0, *ends[:-1]],
-        end_indices=ends,
-    )
-
-
-class Letters:
-    """A tokenizer of one letter a token; token 0 is special, and 1 the half of a character."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        letters = ("<0>" if token == 0 else "\ufffd" if token == 1 else chr(96 + token) for token in token_ids)
-        return "".join(letters).replace("<0>", "" if skip_special_tokens else "<0>")
 
 
 def test_answers_have_finite_values_for_every_token_and_the_most_probable_first() -> None:

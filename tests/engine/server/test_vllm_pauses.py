@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_fakes import Letters, flat
 
 from grpo_engine.errors import BridgeError, HalfWritten
 from grpo_engine.server.config import ServerConfig
@@ -38,7 +39,7 @@ class Llm:
         """Requests finish once it is set."""
         self.num_generated = 0
         self.engine_core = self
-        self.output_processor = SimpleNamespace(request_states={})
+        self.output_processor = SimpleNamespace(request_states={}, tokenizer=Letters())
         self.model_config = SimpleNamespace(
             max_model_len=64, max_logprobs=20, hf_text_config=SimpleNamespace(vocab_size=50)
         )
@@ -64,8 +65,7 @@ class Llm:
         try:
             yield SimpleNamespace(outputs=[])
             await self.may_end.wait()
-            entry = {7: SimpleNamespace(logprob=-1.0)}
-            completion = SimpleNamespace(index=0, token_ids=[7], logprobs=[entry], finish_reason="length", text="a")
+            completion = SimpleNamespace(index=0, token_ids=[7], logprobs=flat({7: -1.0}), finish_reason="length")
             yield SimpleNamespace(outputs=[completion], prompt_logprobs=None)
         finally:
             self.calls.append("end of a request")
