@@ -23,6 +23,9 @@ DtypeName = Literal["float32", "bfloat16", "float16", "auto"]
 
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
+BLOCK_8BIT = 256
+"""Numbers of an optimizer's 8-bit state that share a scale, as in bitsandbytes."""
+
 MasterKind = Literal["float32", "stochastic_rounding"]
 """How updates below bf16's resolution accumulate."""
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from transformers import Adafactor
 
+from grpo_engine.models.config import BLOCK_8BIT
+
 _STEP = "step"
-_BLOCK, _NUM_CODES = 256, 256
-"""Of 8-bit state: elements that have a scale together, and values of a code."""
+_NUM_CODES = 256
+"""Values of a code of 8-bit state."""
 
 
 def fault_of_state(optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> str | None:
@@ -54,5 +56,5 @@ def _shapes(
             moments = {"state1": shape, "state2": shape}
             if not isinstance(first, Tensor) or first.dtype is not torch.uint8:
                 return moments
-            scales = (math.ceil(math.prod(shape) / _BLOCK),)
+            scales = (math.ceil(math.prod(shape) / BLOCK_8BIT),)
             return moments | {"absmax1": scales, "absmax2": scales, "qmap1": (_NUM_CODES,), "qmap2": (_NUM_CODES,)}

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from grpo_engine.errors import ModelError
-from grpo_engine.wire.codec import open_file
+from grpo_engine.wire.codec import require_regular
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def read_stored(model_name: str, names: Collection[str]) -> dict[str, Tensor]:
     folder, tensors = checkpoint_folder(model_name), dict[str, Tensor]()
     for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
         try:
-            open_file(path).close()  # a pipe would stop the whole process
+            require_regular(path)
             with safe_open(path, framework="pt") as file:
                 tensors |= {name: file.get_tensor(name) for name in set(file.keys()) & set(names)}
         except (SafetensorError, OSError) as error:

@@ -21,7 +21,7 @@ from grpo_engine.errors import GrpoError, ModelError, first_of
 from grpo_engine.models.loading import resolve_model
 from grpo_engine.models.same_model import is_same_model
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.wire.codec import open_file, read_whole
+from grpo_engine.wire.codec import read_whole, require_regular
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _NAMES_SHOWN = 4
@@ -134,7 +134,7 @@ def _checked_modules(
     path: Path, rank: int, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
 ) -> list[str]:
     try:
-        open_file(path).close()  # a pipe would stop the whole process, which waits for it with the GIL
+        require_regular(path)
         with safe_open(path, framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

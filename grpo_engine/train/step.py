@@ -189,7 +189,7 @@ def _split(batch: Batch, trainee: Trainee) -> list[MicroBatch]:
         max_tokens=max_tokens,
         shares_prompts=trainee.shares_prompts,
         rank=trainee.ranks.rank // trainee.num_copies,
-        num_ranks=trainee.ranks.size // trainee.num_copies,
+        num_ranks=trainee.num_shares,
     )
 
 

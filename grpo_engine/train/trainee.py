@@ -172,6 +172,11 @@ class Trainee:
         return self.ranks.size if self.config.identical_data or self._is_split else 1
 
     @property
+    def num_shares(self) -> int:
+        """Parts into which the ranks divide a batch."""
+        return self.ranks.size // self.num_copies
+
+    @property
     def num_summed(self) -> int:
         """Those of them whose gradients are added up: all, but of a split model each has the gradient of its part."""
         return 1 if self._is_split else self.num_copies

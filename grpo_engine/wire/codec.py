@@ -137,6 +137,15 @@ def open_file(path: Path, *, follows_link: bool = True) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def require_regular(path: Path) -> None:
+    """Refuse a file that a library is to open: a pipe in its place would hold the process, safetensors even its GIL.
+
+    Raises:
+        OSError: as `open_file`.
+    """
+    open_file(path).close()
+
+
 def read_whole(path: Path, *, max_bytes: int = MAX_FILE_BYTES, max_marks: int = MAX_FILE_MARKS) -> bytes:
     """The content of a file of JSON that may be somebody else's work, of a length that it can have.
 

@@ -27,7 +27,7 @@ from grpo_engine.bridges.memory.shared_names import make_own_folder, own_or_free
 from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY
 from grpo_engine.bridges.transport.saving import explain_write_errors
 from grpo_engine.errors import BridgeError
-from grpo_engine.wire.codec import open_file, read_whole, write_json_atomically
+from grpo_engine.wire.codec import read_whole, require_regular, write_json_atomically
 from grpo_engine.wire.handover import HandoverNote
 from grpo_engine.wire.run_folder import HANDOVER_CURRENT, HANDOVER_NOTE
 
@@ -235,7 +235,7 @@ def _count_tensors(folder: Path) -> int:
 
     count = 0
     for path in folder.glob("*.safetensors"):
-        open_file(path).close()  # a pipe would hang the reader
+        require_regular(path)
         try:
             with safe_open(path, framework="np") as file:  # raises for a truncated file
                 count += len(file.keys())

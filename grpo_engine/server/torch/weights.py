@@ -31,7 +31,7 @@ from grpo_engine.server.exports import Owner, export, fingerprint_of, take_over,
 from grpo_engine.server.receiving import Part, WeightReceiver, awaited_sender, joined
 from grpo_engine.server.staged import StagedReceiver
 from grpo_engine.wire.bridge_file import BridgeFile
-from grpo_engine.wire.codec import open_file
+from grpo_engine.wire.codec import require_regular
 from grpo_engine.wire.inference import JoinRequest, ReceiveRequest, WakeRequest
 from grpo_engine.wire.log_lines import WEIGHTS_EXPORTED
 
@@ -75,7 +75,7 @@ class ServedWeights:
         try:
             for file in path.iterdir():
                 if not file.is_dir():
-                    open_file(file).close()  # a pipe would stop the whole process
+                    require_regular(file)
         except OSError as error:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         fresh = _parameters_of(load_model(str(path), dtype="auto", device="cpu"))

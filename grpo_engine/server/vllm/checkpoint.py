@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_engine.errors import ModelError
 from grpo_engine.models.loading import load_config
-from grpo_engine.wire.codec import open_file
+from grpo_engine.wire.codec import require_regular
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
         try:
-            open_file(path).close()  # a pipe would stop the whole process
+            require_regular(path)
             with safe_open(path, framework="pt") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:

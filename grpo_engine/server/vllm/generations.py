@@ -3,8 +3,8 @@
 Running requests are frozen and continue under the new weights, with their keys and values recomputed. So each token
 comes from one version, which is reported with it, and no cached prefix outlives its weights. With `keep_kv_cache` they
 continue on what they have (PipelineRL, arXiv 2509.19128). With `finish_before_update`, a gate first lets running
-completions finish. Cache keys are salted with the version as well,
-for writers that do not request a pause: generations that such a write overlapped are repeated.
+completions finish. Cache keys are salted with the version as well, for writers that do not request a pause:
+generations that such a write overlapped are repeated.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_engine.models.tensor_files import WRITERS, can_write, write_tensors
-from grpo_engine.wire.codec import open_file, read_whole
+from grpo_engine.wire.codec import read_whole, require_regular
 
 SHARD_BYTES = 4 * 2**30
 """Of one file of tensors; so much host memory writing takes at most, where tensors of a GPU are not contiguous."""
@@ -68,7 +68,7 @@ def read_state(folder: Path, name: str) -> Any:
     for file in content["files"]:
         if Path(file).name != file:
             raise ValueError(f"{file!r} is not a file of this folder")
-        open_file(folder / file).close()  # a pipe would hang the reader
+        require_regular(folder / file)
         tensors |= load_file(folder / file)
     return _rebuilt(content["state"], tensors)
 

@@ -28,7 +28,7 @@ from enum import StrEnum
 
 from grpo_engine.algo.head import TILES
 from grpo_engine.installed import is_on_cpu
-from grpo_engine.models.config import parse_layer_indices
+from grpo_engine.models.config import BLOCK_8BIT, parse_layer_indices
 from grpo_engine.models.layers import layer_of
 from grpo_engine.train.config import TrainConfig
 
@@ -41,8 +41,8 @@ SLEEPING_ENGINE_BYTES = 1_400_000_000
 SLACK = 0.10
 """Of what comes and goes in a step: torch's allocator cannot use every gap that is left."""
 ALMOST_ALL = 0.9
-BLOCK_8BIT, LEAST_8BIT = 256, 4096
-"""bitsandbytes: numbers that share a scale, and a parameter's size below which its state stays fp32."""
+LEAST_8BIT = 4096
+"""bitsandbytes: a parameter's size below which its state stays fp32."""
 
 OF_PARAMETERS = frozenset({"weights", "master weights", "gradients", "optimizer state"})
 """Parts of which each of several ranks has its shard."""

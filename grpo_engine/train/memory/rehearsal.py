@@ -74,7 +74,7 @@ def rehearse(trainee: Trainee) -> None:
     """Run steps on the longest rows that the settings allow, and on rows that make other kernels, without an update."""
     devices = [trainee.device] if trainee.device.type == "cuda" else []
     without_updates = cast(Trainee, _WithoutUpdates(trainee))
-    shares = trainee.ranks.size // trainee.num_copies
+    shares = trainee.num_shares
     with torch.random.fork_rng(devices=devices):
         for batch in [longest_batch(trainee.config, shares), *batches_to_compile(trainee, shares)]:
             gradient_step(without_updates, batch, step=0, policy_version=0)

@@ -1,4 +1,4 @@
-"""A certificate of its own for each private cluster: who has its key belongs to the cluster, nobody else does."""
+"""A new certificate for each private cluster: its processes talk only to those that have its key."""
 
 from __future__ import annotations
 
