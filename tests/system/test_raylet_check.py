@@ -1,16 +1,19 @@
-"""Whether a raylet answers: sockets do as one that runs, is stopped, or has exited. And what ends a given-up one."""
+"""Whether a raylet answers: sockets do as one that runs, is stopped, or has exited. And what ends a given-up one, what
+machines are called, and what is logged where they have no room."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from grpo_tui.profile.cluster import has_ray
 from grpo_tui.services.base import ClusterPlan
+from grpo_tui.supervisor.placement.assignment import NoRoom
 from grpo_tui.supervisor.placement.cluster import NoAnswer, Node
 
 if TYPE_CHECKING:
@@ -54,6 +57,48 @@ async def test_a_raylet_that_has_exited_does_not_answer(tmp_path: Path) -> None:
         port = listening.getsockname()[1]
     with pytest.raises(NoAnswer):
         await cluster_at(port, tmp_path).check("id", timeout_s=10.0)
+
+
+def listed(node_id: str, host: str) -> dict[str, Any]:
+    """A living node as Ray lists it."""
+    place = {"NodeManagerHostname": host, "NodeManagerAddress": "10.0.0.1", "NodeManagerPort": 1}
+    return {"NodeID": node_id, "Alive": True, "Resources": {"GPU": 1.0}, **place}
+
+
+async def test_two_machines_with_one_host_name_are_two_and_keep_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpo_tui.supervisor.placement import ray_cluster
+
+    there = [listed("aaaaaaaa", "vm"), listed("bbbbbbbb", "vm"), listed("cccccccc", "other")]
+    monkeypatch.setattr(ray_cluster.ray, "nodes", lambda: there)
+    state = ray_cluster.ray._private.state
+    monkeypatch.setattr(state, "available_resources_per_node", lambda: {each["NodeID"]: {"GPU": 1.0} for each in there})
+    cluster = ray_cluster.RayCluster(tmp_path)
+    names = {node.id: node.name for node in await cluster.nodes()}
+    assert names == {"aaaaaaaa": "vm", "bbbbbbbb": "vm-bbbbbb", "cccccccc": "other"}
+    there.reverse()
+    assert {node.id: node.name for node in await cluster.nodes()} == names
+    there[:] = [listed("dddddddd", "vm")]  # the same machine, started again
+    assert [node.name for node in await cluster.nodes()] == ["vm"]
+
+
+def test_a_cluster_without_room_is_one_line_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from grpo_tui.supervisor.placement import ray_cluster
+
+    async def has_no_room(*_: object) -> None:
+        raise NoRoom("no machine has 2 free devices")
+
+    plan = SimpleNamespace(cluster=ClusterPlan(address="head:6379", machines=0, devices_per_machine=0))
+    monkeypatch.setattr(ray_cluster.Plan, "of", lambda folder: plan)
+    monkeypatch.setattr(ray_cluster, "serve_broker", has_no_room)
+    monkeypatch.setattr(ray_cluster.sys, "argv", ["ray_cluster", "broker", str(tmp_path)])
+    assert ray_cluster.main() == 1
+    assert [(each.levelname, each.getMessage()) for each in caplog.records] == [
+        ("ERROR", "no machine has 2 free devices")
+    ]
 
 
 class FakeNode:

@@ -281,18 +281,23 @@ class RayCluster:
 
     def _read_nodes(self) -> list[Node]:
         free = ray._private.state.available_resources_per_node()
+        alive = [each for each in ray.nodes() if each["Alive"]]
+        names = {each["NodeID"]: self._nodes[each["NodeID"]].name for each in alive if each["NodeID"] in self._nodes}
         found = []
-        for each in ray.nodes():
-            if not each["Alive"]:
-                continue
-            self._raylets[each["NodeID"]] = each["NodeManagerAddress"], each["NodeManagerPort"]
-            own = [name for name in each["Resources"] if name.startswith(MACHINE_PREFIX)]
+        for each in alive:
+            node_id = each["NodeID"]
+            self._raylets[node_id] = each["NodeManagerAddress"], each["NodeManagerPort"]
+            if node_id not in names:
+                own = [name for name in each["Resources"] if name.startswith(MACHINE_PREFIX)]
+                name = own[0] if own else each["NodeManagerHostname"]
+                # Hosts of one name, as in containers, are several machines.
+                names[node_id] = f"{name}-{node_id[:6]}" if name in names.values() else name
             found.append(
                 Node(
-                    id=each["NodeID"],
-                    name=own[0] if own else each["NodeManagerHostname"],
+                    id=node_id,
+                    name=names[node_id],
                     address=each["NodeManagerAddress"],
-                    num_free=int(free.get(each["NodeID"], {}).get("GPU", 0)),
+                    num_free=int(free.get(node_id, {}).get("GPU", 0)),
                 )
             )
         self._nodes |= {node.id: node for node in found}  # one that has left may still be asked
@@ -469,7 +474,11 @@ def main() -> int:
             code = 0
         logging.shutdown()
         os._exit(code)  # Ray's own exit waits for processes that the keeper ends at once
-    asyncio.run(serve_broker(run_folder, plan))
+    try:
+        asyncio.run(serve_broker(run_folder, plan))
+    except GrpoError as error:
+        log.error("%s", error)
+        return 1
     return 0
 
 
