@@ -259,8 +259,8 @@ def test_a_very_long_completion_is_laid_out_whole() -> None:
 
 def test_text_read_between_turns_is_no_token() -> None:
     turns = completion("abcdef", read_before={1: "[tool] 7\n"})
-    assert pieces_of(turns) == [Piece("abc", 0), Piece("[tool] 7\n", None), Piece("def", 1), Piece("<end>", 2)]
-    assert pieces_of(completion("abc", token_texts=[])) == [Piece("abc<end>", None)]
+    assert list(pieces_of(turns)) == [Piece("abc", 0), Piece("[tool] 7\n", None), Piece("def", 1), Piece("<end>", 2)]
+    assert list(pieces_of(completion("abc", token_texts=[]))) == [Piece("abc<end>", None)]
 
 
 def test_tokens_have_the_tone_of_their_value() -> None:

@@ -6,6 +6,7 @@ values of the token under the cursor.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -227,7 +228,7 @@ class RolloutGroup(Lines, Wheel):
             rows.append(line(("recorded without token texts, so tokens are not coloured", ".muted")))
         return title, rows, texts
 
-    def _layout(self, key: tuple[object, ...], pieces: list[Piece], width: int) -> list[list[Piece]]:
+    def _layout(self, key: tuple[object, ...], pieces: Iterable[Piece], width: int) -> list[list[Piece]]:
         """The wrapped text, cached by text and width."""
         known = self._wrapped_for
         if len(known) != len(key) or any(

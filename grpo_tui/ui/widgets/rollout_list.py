@@ -171,8 +171,9 @@ def reward_bars(rewards: Sequence[float], width: int, scale: tuple[float, float]
         rewards = [ordered[place * (len(ordered) - 1) // (width - 1)] for place in range(width)] if ordered else []
     low, high = scale
     top = len(SPARK_BARS) - 1
+    span = high / 2 - low / 2  # halves: the difference of two numbers may be too large for a float
     return "".join(
-        "?" if math.isnan(reward) else SPARK_BARS[round((min(max(reward, low), high) - low) / (high - low) * top)]
+        "?" if math.isnan(reward) else SPARK_BARS[round((min(max(reward, low), high) / 2 - low / 2) / span * top)]
         for reward in rewards
     )
 

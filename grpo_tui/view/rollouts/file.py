@@ -18,7 +18,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, FailFast, ValidationError
 from pydantic_core import from_json
 
-from grpo_engine.wire.codec import Message, Time, Whole
+from grpo_engine.wire.codec import Message, Time, Whole, num_marks
+from grpo_engine.wire.inference import ShortText
 from grpo_engine.wire.metrics import RolloutLine, SampledCompletion
 from grpo_tui.run_files.line_tail import Bookmark
 from grpo_tui.run_files.opening import open_file
@@ -34,6 +35,10 @@ MAX_COMPLETIONS = 4096
 """A group of more is not shown: a line may hold a million, whose objects fill memory."""
 MAX_TEXTS_BETWEEN = 65_536
 """In `read_before` of a completion, the same."""
+MAX_VALUES = 8 << 20
+"""Commas, brackets, braces and quotes of a line: six million numbers and texts in the longest that a trainer writes."""
+MAX_DAMAGED_LINES = 256
+"""In `num_until`: so many one after another end the search, and what follows them counts as later."""
 MAX_HEADS = 10_000
 MAX_CACHED_BYTES = 8 << 20
 """Of lines whose groups are kept; as Python's objects they take some four times as much."""
@@ -42,17 +47,18 @@ NUMBER_LISTS = ("inference_logprobs", "training_logprobs", "entropies")
 
 
 _USER_TURN = re.compile(
-    r"(?:<\|im_start\|>u(?:ser)?|<\|start_header_id\|>user<\|end_header_id\|>|<start_of_turn>user|<\|user\|>|\[INST\])\s*"
-    r"(.*?)\s*(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|<\|end\|>|<\|assistant\|>|\[/INST\]|$)",
+    r"(?:<\|im_start\|>u(?:ser)?|<\|start_header_id\|>user<\|end_header_id\|>|<start_of_turn>user|<\|user\|>|\[INST\])"
+    r"(.*?)(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|<\|end\|>|<\|assistant\|>|\[/INST\]|$)",
     re.DOTALL,
 )
-"""In the templates of ChatML (and the tiny model's, whose role is `u`), Llama, Gemma, Phi and Mistral."""
+"""In the templates of ChatML (and the tiny model's, whose role is `u`), Llama, Gemma, Phi and Mistral. It matches no
+white space before an end, which would take time with the square of its length."""
 
 
 def user_part(prompt: str) -> str:
     """What the user said last; the whole prompt where it has no turns of a chat that we know."""
     turns: list[str] = _USER_TURN.findall(prompt)
-    return next((turn for turn in reversed(turns) if turn), prompt)
+    return next((told for turn in reversed(turns) if (told := turn.strip())), prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +176,8 @@ class RolloutFile:
         low, high = 0, len(self._starts)
         while low < high:
             middle = (low + high) // 2
-            head = next((head for index in range(middle, high) if (head := self.head(index)) is not None), None)
+            looked_at = range(middle, min(high, middle + MAX_DAMAGED_LINES))
+            head = next((head for index in looked_at if (head := self.head(index)) is not None), None)
             if head is None or head.time > time:
                 high = middle
             else:
@@ -258,7 +265,7 @@ class _SearchedLine(Message):
 
     time: Time
     step: Whole
-    environment: str | None = None
+    environment: ShortText | None = None
     prompt: str
     completions: Annotated[list[_SearchedCompletion], FailFast()]
 
@@ -280,6 +287,7 @@ class _SearchedLine(Message):
 class _ReadLine(RolloutLine):
     """A `RolloutLine` that stops at its first damaged completion: each fault of a million takes 2 kB."""
 
+    environment: ShortText | None
     completions: Annotated[list[SampledCompletion], FailFast()]
 
 
@@ -310,8 +318,10 @@ def _record(line: bytes) -> dict[str, Any]:
     """The object of a line, not validated yet.
 
     Raises:
-        ValueError: it is not JSON, no object, or has more completions than any group.
+        ValueError: it is not JSON, no object, or has more completions or values than any group.
     """
+    if num_marks(line) + line.count(b",") > MAX_VALUES:
+        raise ValueError("not a group")
     record: dict[str, Any] = from_json(line)
     completions = record.get("completions") if isinstance(record, dict) else None
     if not isinstance(completions, list) or len(completions) > MAX_COMPLETIONS:

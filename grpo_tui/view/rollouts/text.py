@@ -10,7 +10,7 @@ import math
 import re
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +22,10 @@ from grpo_tui.view.rollouts.state import Tint
 ValueT = TypeVar("ValueT")
 
 MAX_LOG_RATIO = 20.0
+MAX_CHARACTERS, MAX_LINES = 1 << 20, 1 << 16
+"""Of a text that is shown: it is laid out in one go, and 10 MB of line feeds took 30 s and 1.2 GB."""
+MAX_TOKEN_CHARACTERS = 256
+"""Of a token in a title."""
 _PLAIN = re.compile(r"[ -~]*")
 """Most tokens: they stand as they are, one cell a character."""
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -98,24 +102,32 @@ def telling_starts(prompts: Sequence[str]) -> list[str]:
     return [prompt[at_word:] for prompt in prompts]
 
 
-def pieces_of(completion: SampledCompletion) -> list[Piece]:
+def pieces_of(completion: SampledCompletion) -> Iterator[Piece]:
     """A completion token by token, with what was read between its turns; as one piece where tokens have no texts."""
     if len(completion.token_texts) != len(completion.token_ids) or not completion.token_texts:
-        return [Piece(completion.text, None)] if completion.text else []
-    pieces: list[Piece] = []
+        yield Piece(completion.text, None)
+        return
     for number, text in enumerate(completion.token_texts):
         if number in completion.read_before:
-            pieces.append(Piece(completion.read_before[number], None))
-        pieces.append(Piece(text, number))
-    return pieces
+            yield Piece(completion.read_before[number], None)
+        yield Piece(text, number)
 
 
 def wrapped(pieces: Iterable[Piece], width: int) -> list[list[Piece]]:
-    """Lines of at most `width` cells; a token that does not fit begins the next one, a new line in the text too."""
+    """Lines of at most `width` cells; a token that does not fit begins the next one, a new line in the text too.
+
+    Of a text longer than `MAX_CHARACTERS` or `MAX_LINES`, the beginning and a line that says so.
+    """
     lines: list[list[Piece]] = [[]]
-    room = width
+    room, num_characters = width, 0
     for piece in pieces:
-        for part in _parts(piece.text):
+        is_cut = len(piece.text) > MAX_CHARACTERS - num_characters
+        text = piece.text[: MAX_CHARACTERS - num_characters]
+        num_characters += max(1, len(text))  # a piece without text takes time, too
+        for part in _parts(text):
+            if len(lines) > MAX_LINES:
+                is_cut = True
+                break
             shown = visible(part)
             length = len(shown) if shown.isascii() else cell_len(shown)
             if length > room and length <= width:
@@ -131,6 +143,8 @@ def wrapped(pieces: Iterable[Piece], width: int) -> list[list[Piece]]:
             if part.endswith("\n"):
                 lines.append([])
                 room = width
+        if is_cut:
+            return [*lines, [Piece("… what follows is too long to be shown"[:width], None)]]
     if not lines[-1]:
         lines.pop()
     return lines
@@ -144,6 +158,10 @@ def _parts(text: str) -> list[str]:
 
 def _chunks(text: str, room: int, width: int) -> list[str]:
     """A text that is wider than a line, in pieces that fit: the first into `room`."""
+    if text.isascii():
+        return [
+            chunk for chunk in (text[:room], *(text[at : at + width] for at in range(room, len(text), width))) if chunk
+        ]
     chunks, used, limit = [""], 0, room
     for letter in text:
         size = cell_len(letter)
@@ -196,6 +214,7 @@ def token_name(completion: SampledCompletion, token: int) -> str:
         return ""
     token = min(token, len(completion.token_ids) - 1)
     text = _at(completion.token_texts, token)
+    text = None if text is None else text[:MAX_TOKEN_CHARACTERS]
     shown = "" if text is None else f' "{visible(text)}"' if text else " (part of a character)"
     return f"token {token + 1:,} of {len(completion.token_ids):,}{shown}"
 
