@@ -21,10 +21,14 @@ from grpo_engine.errors import GrpoError, ModelError, first_of
 from grpo_engine.models.loading import resolve_model
 from grpo_engine.models.same_model import is_same_model
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.wire.codec import read_whole, require_regular
+from grpo_engine.wire.codec import open_file, read_whole, shortened
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _NAMES_SHOWN = 4
+_HEADER_BYTES = 1 << 20
+"""Of a file of factors: its metadata and padding."""
+_ENTRY_BYTES = 256
+"""Of a factor in the header, beside the name of the parameter: prefix, type, shape and offsets."""
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _UNSERVED = {
     "use_dora": "is weight-decomposed (DoRA)",
@@ -58,7 +62,7 @@ def check_adapter(
     Raises:
         ModelError: the adapter cannot be served.
     """
-    config = _read_config(path)
+    config = read_config(path)
     rank = _checked_rank(path, config, max_rank)
     if problems := [words for name, words in _UNSERVED.items() if config.get(name)]:
         raise ModelError(
@@ -107,14 +111,21 @@ def resuming_newest_adapter(config: ServerConfig, environment: Mapping[str, str]
         logger.info("Loaded version %d from %s", newest.policy_version, newest.path)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The configuration of an adapter.
+
+    Raises:
+        ModelError: it has none, or another kind than LoRA.
+    """
     try:
         config = json.loads(read_whole(path / CONFIG_FILE))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} cannot be read: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} has peft_type {kind!r}; only LORA can be served")
+        raise ModelError(
+            f"{path}: not an adapter: {CONFIG_FILE} has peft_type {shortened(repr(kind))}; only LORA can be served"
+        )
     return config
 
 
@@ -130,11 +141,28 @@ def _checked_rank(path: Path, config: Mapping[str, Any], max_rank: int) -> int:
     return rank
 
 
+def _check_header(path: Path, parameters: Iterable[str]) -> None:
+    """Refuse a header that is longer than two factors of every parameter: safetensors would read hundreds of MB of it.
+
+    Raises:
+        ModelError: it is longer.
+        OSError: the file cannot be read, or is no regular one.
+    """
+    most = _HEADER_BYTES + sum(2 * (len(name) + _ENTRY_BYTES) for name in parameters)
+    with open_file(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > most:
+        raise ModelError(
+            f"{path}: its header has {length:,} bytes, but one with factors for every layer of the served model has at "
+            f"most {most:,}: it was made for another model, or is damaged"
+        )
+
+
 def _checked_modules(
     path: Path, rank: int, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
 ) -> list[str]:
     try:
-        require_regular(path)
+        _check_header(path, [*shapes, *aliases])
         with safe_open(path, framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

@@ -22,6 +22,7 @@ from grpo_engine.errors import BridgeError, CheckpointError, ConfigError, ModelE
 from grpo_engine.models.optimizer_state import fault_of_state
 from grpo_engine.models.stored_weights import read_stored
 from grpo_engine.rollouts.storage.store import Store
+from grpo_engine.server import adapter_files
 from grpo_engine.server.adapter_files import check_adapter
 from grpo_engine.server.torch.weights import ServedWeights
 from grpo_engine.train.batch import trainable_batch
@@ -347,3 +348,16 @@ def test_an_adapter_whose_settings_are_nested_too_deep_is_none(tmp_path: Path) -
     (tmp_path / "adapter_config.json").write_text('{"peft_type":' + "[" * 200_000)
     with pytest.raises(ModelError, match=r"not an adapter: adapter_config\.json cannot be read"):
         check_adapter(tmp_path, model_name="m", shapes={}, aliases={}, max_rank=8)
+
+
+def test_a_header_longer_than_factors_of_all_layers_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    names = [f"base_model.model.model.layers.{index}.q_proj.lora_A.weight" for index in range(20_000)]
+    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
+    (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    monkeypatch.setattr(adapter_files, "safe_open", None)  # 80 MB of names took it 13 s and 1 GB
+    with pytest.raises(ModelError, match="its header has 2,"):
+        check_adapter(tmp_path, model_name="m", shapes={"model.layers.0.q_proj.weight": (8, 8)}, aliases={}, max_rank=8)

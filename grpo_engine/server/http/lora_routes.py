@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, HTTPException
 
 from grpo_engine.errors import DataError
+from grpo_engine.server.adapter_files import read_config
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Engine
 from grpo_engine.server.http.requests import read_path
@@ -34,6 +36,7 @@ def lora_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRoute
         if not config.enable_lora:
             raise DataError("adapters are disabled: start the server with --enable-lora")
         path = checked_adapter(body.adapter_path)
+        described = _described(await asyncio.to_thread(read_config, path))
         adapter = await engine.load_adapter(path, body.adapter_name, body.policy_version)
         return {
             "status": "ok",
@@ -41,7 +44,7 @@ def lora_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRoute
             "adapter_name": adapter.name,
             "adapter_id": adapter.number,
             "load_count": adapter.number,
-            "adapter_config": _described(path),
+            "adapter_config": described,
             "policy_version": engine.info().policy_version,
             "instance": instance,
             "paths_in_use": adapter.paths_in_use,
@@ -74,9 +77,8 @@ def lora_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRoute
     return router
 
 
-def _described(path: Path) -> dict[str, Any]:
+def _described(config: Mapping[str, Any]) -> dict[str, Any]:
     """The adapter's configuration as stock clients expect it."""
-    config = json.loads((path / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
     return {
         "r": config.get("r"),
         "lora_alpha": config.get("lora_alpha"),
