@@ -9,11 +9,12 @@ import errno
 import json
 import os
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Self, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, SchemaValidator
 
 from grpo_engine.errors import PeerError
@@ -117,9 +118,13 @@ def num_marks(part: bytes) -> int:
     return sum(map(part.count, (b"[", b"{", b'"')))
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, most: int = _SHOWN_CHARS) -> str:
     """The beginning of a text of a peer, as a message shows it."""
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+Reason = Annotated[str, AfterValidator(partial(shortened, most=1000))]
+"""Why a peer did not do what was asked, for people; of one of any length the beginning is kept."""
 
 
 def open_file(path: Path, *, follows_link: bool = True) -> BinaryIO:

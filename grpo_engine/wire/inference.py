@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict, Field, FiniteFloat
 
 from grpo_engine.wire.bridge_file import SharedTensor
-from grpo_engine.wire.codec import Message
+from grpo_engine.wire.codec import Message, Reason, Whole
 
 LogprobsMode = Literal["raw", "processed"]
 """`raw`: before temperature, penalties and truncation. `processed`: after all of them, as sampled."""
@@ -194,8 +194,8 @@ class JoinRequest(Message):
 class JoinAnswer(Message):
     """Answer of `POST /bridge/join`; the meeting itself goes on after it."""
 
-    instance: str
-    problem: str | None = None
+    instance: ShortText
+    problem: Reason | None = None
     """Why these tensors cannot be received."""
 
 
@@ -210,11 +210,11 @@ class ReceiveRequest(Message):
 class ReceiveAnswer(Message):
     """Answer of `POST /bridge/receive`, when the new weights are served."""
 
-    instance: str
-    policy_version: int
-    problem: str | None = None
+    instance: ShortText
+    policy_version: Whole
+    problem: Reason | None = None
     """Why they are not; the old ones may be overwritten in part, and nothing is served until the next update."""
-    checksums: list[int] = []
+    checksums: list[Whole] = []
     """Of each process, over the tensors as they were received."""
     paused_s: FiniteFloat = 0.0
     """How long no request was served."""
@@ -260,12 +260,12 @@ class WokenRequest(Message):
 class SleepAnswer(Message):
     """Answer of `POST /bridge/sleep`, `wake_up`, `take` and `woken`."""
 
-    instance: str
-    policy_version: int
+    instance: ShortText
+    policy_version: Whole
     state: SleepState
-    problem: str | None = None
+    problem: Reason | None = None
     """Why it was not done; the server is in `state`."""
-    checksum: int | None = None
+    checksum: Whole | None = None
     """Over the served weights, if it was asked for."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, FiniteFloat
 
-from grpo_engine.wire.codec import Message, Whole
+from grpo_engine.wire.codec import Message, Reason, Whole
 from grpo_engine.wire.inference import PolicyVersion
 
 HEALTH_ROUTE = "/health"
@@ -40,7 +40,7 @@ class ParametersState(Message):
     """Whether every server that answers serves the newest version, or needs none yet; and at least one answers."""
     longest_s: FiniteFloat = 0.0
     """Of the updates of single servers to this version."""
-    problem: str = ""
+    problem: Reason = ""
     """What a server refused, where one did."""
 
 

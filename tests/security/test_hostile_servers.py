@@ -6,31 +6,36 @@ import asyncio
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from bridging import bridge_context
 from environment_runs import served_run, settings
 from fastapi import FastAPI
 from fastapi.responses import Response
 from rollout_fakes import FakeTokenizer, fake_inference
 from training import settings as train_settings
 
-from grpo_engine.bridges.transport.turns import dtype_of_weights
+from grpo_engine.bridges.placement.own import OwnModel
+from grpo_engine.bridges.transport.turns import TurnsBridge, dtype_of_weights
 from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.environments import generating
 from grpo_engine.environments.main import work
 from grpo_engine.environments.measuring import HeldOutMeasure
 from grpo_engine.environments.sampling.groups import Completions, NotFinite, check_completions
 from grpo_engine.environments.status_requests import BatchLimits
-from grpo_engine.errors import BridgeError, PeerError
+from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.models.same_model import is_same_model
 from grpo_engine.train.evaluation import Evaluator
 from grpo_engine.wire.codec import Message
-from grpo_engine.wire.inference import BridgeInfo
+from grpo_engine.wire.inference import BridgeInfo, JoinAnswer, ReceiveAnswer, SleepAnswer
 from grpo_engine.wire.rollouts import EnvironmentStatus, EvaluationOrder, RegisterEnvironmentResponse
 
 ONE = {"text": ["ab"], "prompt": "", "finish_reasons": ["stop"], "logprobs": [[[{"7": -0.5}], [{"0": -0.5}]]]}
@@ -210,3 +215,49 @@ def test_a_server_whose_weights_are_of_no_type_ends_a_trainer_that_takes_turns_w
     with pytest.raises(BridgeError, match=name):
         dtype_of_weights("http://server", info)
     assert dtype_of_weights("http://server", BridgeInfo.model_construct(dtype="bfloat16")) is torch.bfloat16
+
+
+@contextmanager
+def refusing_server() -> Iterator[str]:
+    """The URL of a server that listens, and answers each request with 503."""
+
+    class Refusal(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_never_falls_asleep_holds_a_trainer_no_longer_than_one_that_is_away(tmp_path: Path) -> None:
+    with refusing_server() as url:
+        context = bridge_context(tmp_path, url, tmp_path, patience_s=0.0)
+        bridge = TurnsBridge(context, OwnModel(context), handover=None, staging_bytes=4000, check_every=1)
+        with closing(bridge), pytest.raises(PeerUnavailable, match="has not fallen asleep within 0 s"):
+            bridge.prepare_step()
+
+
+@pytest.mark.parametrize("kind", [SleepAnswer, ReceiveAnswer, JoinAnswer])
+def test_of_the_reason_that_a_server_gives_the_beginning_is_kept(kind: type[Message]) -> None:
+    answer = {"instance": "i", "policy_version": 1, "state": "asleep", "problem": "x" * 1_000_000}
+    assert kind.model_validate(answer).problem == "x" * 1000 + "…"  # type: ignore[attr-defined]
+
+
+def test_a_checksum_of_a_server_that_no_weights_have_is_refused() -> None:
+    answer = {"instance": "i", "policy_version": 1, "state": "awake"}
+    with pytest.raises(ValueError, match="checksum"):
+        SleepAnswer.model_validate({**answer, "checksum": 10**4000})
+    with pytest.raises(ValueError, match="checksums"):
+        ReceiveAnswer.model_validate({**answer, "checksums": [10**4000]})

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.retrying import RetryPolicy, Stopped, never, retry
 from grpo_engine.wire.access_token import find_token
-from grpo_engine.wire.codec import Message, first_fault
+from grpo_engine.wire.codec import Message, Whole, first_fault
 from grpo_engine.wire.inference import (
     BridgeInfo,
     JoinAnswer,
@@ -27,6 +27,7 @@ from grpo_engine.wire.inference import (
     ReceiveRequest,
     ReloadRequest,
     ResumeRequest,
+    ShortText,
     SleepAnswer,
     SleepRequest,
     StagedWeights,
@@ -57,17 +58,17 @@ logger = logging.getLogger(__name__)
 class PauseAnswer(Message):
     """Answer of pause and resume."""
 
-    status: str
-    instance: str
-    policy_version: int
+    status: ShortText
+    instance: ShortText
+    policy_version: Whole
 
 
 class HandoverAnswer(Message):
     """Answer of a reload and of an adapter load."""
 
-    status: str
-    policy_version: int
-    instance: str = ""
+    status: ShortText
+    policy_version: Whole
+    instance: ShortText = ""
     """The start of the server that loaded it; empty from earlier versions."""
     paths_in_use: list[str] = []
     """Of earlier adapters that running requests still use."""

@@ -161,14 +161,24 @@ class TurnsBridge:
     # --- the server --------------------------------------------------------------------------------------------------
 
     def _put_to_sleep(self) -> None:
-        """Have a server that answers free its memory; one that has exited has none."""
+        """Have a server that answers free its memory; one that has exited has none.
+
+        Raises:
+            PeerUnavailable: it listens, but has not fallen asleep within the context's `patience_s`.
+        """
         self._is_awake = False
+        until = time.monotonic() + self._context.patience_s
         while is_listening(self._server.url):
             try:
                 self._fall_asleep()
             except PeerUnavailable as error:  # it exits at this moment
                 if self._context.is_stopping():
                     raise PeerUnavailable(f"{error}; training is stopping") from None
+                if time.monotonic() >= until:
+                    raise PeerUnavailable(
+                        f"{error}; it has not fallen asleep within {self._context.patience_s:g} s, and the step needs "
+                        "its memory: restart the server"
+                    ) from None
                 time.sleep(_POLL_S)
             else:
                 return
