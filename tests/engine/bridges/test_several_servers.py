@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from bridging import Serving, assert_agreement, bridge_context, make_bridge
+from bridging import MODES, Serving, assert_agreement, bridge_context, make_bridge
+from peft import PeftModel
+from rank_training import TRAINED, Training, train_on_ranks
 from serving import save_tiny_model, shift
 from transformers import AutoModelForCausalLM
 
-from grpo_engine.bridges import Bridge
+from grpo_engine.bridges import OVER_RANKS, TO_MANY_SERVERS, Bridge
 from grpo_engine.bridges.placement.own import OwnModel
 from grpo_engine.bridges.transport.broadcast import BroadcastBridge
 from grpo_engine.bridges.transport.weight_group import Checksum
@@ -24,12 +26,11 @@ from grpo_engine.errors import BridgeError, PeerError
 
 pytestmark = pytest.mark.slow
 
-MODES = [
-    pytest.param({"mode": "broadcast"}, id="broadcast"),
-    *(
-        pytest.param(settings, id=settings["mode"], marks=pytest.mark.extended("the same test with broadcast"))
-        for settings in ({"mode": "none", "every_steps": 1}, {"mode": "lora_only"}, {"mode": "parameter_service"})
-    ),
+EXTENDED = pytest.mark.extended("the same test with broadcast")
+TO_MANY = [
+    pytest.param(settings, id=str(settings["mode"]), marks=() if settings["mode"] == "broadcast" else EXTENDED)
+    for settings in MODES
+    if settings["mode"] in TO_MANY_SERVERS
 ]
 
 
@@ -59,7 +60,7 @@ def bridge_of(pair: list[Serving], settings: dict[str, object], folder: Path) ->
     return make_bridge(settings, pair[0].model, urls[0], folder, server_urls=urls)
 
 
-@pytest.mark.parametrize("settings", MODES)
+@pytest.mark.parametrize("settings", TO_MANY)
 def test_a_killed_server_holds_up_nobody_and_is_brought_up_to_date(
     settings: dict[str, object], pair: list[Serving], tmp_path: Path
 ) -> None:
@@ -81,6 +82,25 @@ def test_a_killed_server_holds_up_nobody_and_is_brought_up_to_date(
         bridge.publish(3, shift(model, 3))
         for each in pair:
             assert_agreement(each.now, model, 3)
+
+
+@pytest.mark.parametrize("settings", [each for each in TO_MANY if each.id in OVER_RANKS])
+def test_what_two_ranks_train_is_served_by_both_servers(
+    settings: dict[str, object], pair: list[Serving], tmp_path: Path
+) -> None:
+    urls = [each.url for each in pair]
+    trainer = {"bridge": settings, "server_urls": urls, "lr": 0.05, "lora_dropout": 0.0}
+    train_on_ranks(
+        Training(model=pair[0].model, folder=tmp_path / "two", num_ranks=2, settings=trainer, is_served=True)
+    )
+    saved = tmp_path / "two" / TRAINED
+    if (saved / "adapter_config.json").exists():
+        untrained = AutoModelForCausalLM.from_pretrained(pair[0].model, dtype=torch.float32)
+        model = PeftModel.from_pretrained(untrained, saved).eval()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
+    for each in pair:
+        assert_agreement(each.now, model, 3)
 
 
 def broadcast(
