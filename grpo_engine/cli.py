@@ -239,7 +239,7 @@ def num_parts_of_server(config: TrainConfig, environment: Mapping[str, str]) -> 
     from grpo_engine.bridges.memory.bridge_files import bridge_file_path, is_server_alive, read_bridge_file
 
     is_stated = config.processes is not None or config.nodes > 1 or rank_place(environment) is not None
-    if is_stated or config.bridge.mode != "shared_vllm":
+    if is_stated or not (config.bridge.shares_memory and config.bridge.trains_over_ranks):
         return 0
     try:
         file = read_bridge_file(bridge_file_path(getattr(config.bridge, "config_path", None), environment))

@@ -28,6 +28,7 @@ class Broadcast(Mode):
     )
     trains_over_ranks: ClassVar[bool] = True
     updates_many_servers: ClassVar[bool] = True
+    one_machine_because: ClassVar[str | None] = "connects trainer and servers over loopback"
     server_settings: ClassVar[Mapping[str, bool]] = {"receives_weights": True}
     mode: Annotated[Literal["broadcast"], Flag(("--weight-bridge-mode",))] = "broadcast"
     """How new weights reach inference."""

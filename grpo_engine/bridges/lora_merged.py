@@ -42,6 +42,7 @@ class LoraMerged(InPlaceSettings):
         "restart the server with --shared-weights and without quantization or --enable-lora, and point "
         "--vllm-config-path at its bridge file",
     )
+    computes_merged: ClassVar[bool] = True
     mode: Annotated[Literal["lora_merged"], Flag(("--weight-bridge-mode",))] = "lora_merged"
     """How new weights reach inference."""
 

@@ -184,6 +184,12 @@ class Mode(Config):
     """Whether the trainer samples too, so that there is no inference server and no rollout API."""
     updates_many_servers: ClassVar[bool] = False
     """Whether several servers can be sent its weights."""
+    one_machine_because: ClassVar[str | None] = None
+    """What it does that needs trainer and servers on one machine; None: they may be on several."""
+    computes_merged: ClassVar[bool] = False
+    """Whether the trainer computes with its adapter merged into the weights, so that none of its inputs is dropped."""
+    has_parameter_services: ClassVar[bool] = False
+    """Whether services of kind `parameters` hold its weights."""
     server_settings: ClassVar[Mapping[str, bool]] = {}
     """What the inference server needs."""
     mode: str

@@ -169,7 +169,7 @@ def _check_weights(session: _Session, report: Report, folder: Path) -> None:
         except (BridgeError, PeerError) as error:
             report.add(broken_off(error))
         finally:
-            if bridge is not None and config.bridge.mode == "lora_only":
+            if bridge is not None and config.bridge.server_settings.get("enable_lora"):
                 _restore_adapter(session, report)
     finally:
         if bridge is not None:

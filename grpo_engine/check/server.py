@@ -42,7 +42,9 @@ def judge_server(facts: ServerFacts, config: CheckConfig) -> Finding:
 
 def can_be_handed_weights(facts: ServerFacts, config: CheckConfig) -> bool:
     """Whether the bridge can publish to this server, by what the server declares."""
-    return facts.kind is ServerKind.OURS and (config.bridge.mode != "lora_only" or facts.takes_adapters)
+    return facts.kind is ServerKind.OURS and (
+        facts.takes_adapters or not config.bridge.server_settings.get("enable_lora", False)
+    )
 
 
 def no_server(config: CheckConfig, error: GrpoError) -> Finding:

@@ -604,7 +604,7 @@ class TrainConfig(Config):
                 f"train_layer_indices chooses among the model's own layers, and {self.bridge.mode} trains adapters "
                 "alone: choose theirs by lora_layer_indices"
             )
-        if self.lora_dropout > 0 and self.bridge.mode == "lora_merged":
+        if self.lora_dropout > 0 and self.bridge.computes_merged:
             raise ValueError(
                 f"lora_dropout {self.lora_dropout:g} cannot be merged: it would drop the inputs of the adapter and not "
                 "those of the weights it is folded into: set it to 0, or choose lora_only"

@@ -132,19 +132,14 @@ def check_cluster(profile: Profile) -> Iterator[str]:
                 f"cluster.machines: {table.machines} with {most} devices each, but services take {wanted}: raise "
                 "machines or devices_per_machine"
             )
-    if table.address is not None and getattr(profile.bridge, "mode", None) == "broadcast":
+    mode = getattr(profile.bridge, "mode", "")
+    if table.address is not None and (why := getattr(profile.bridge, "one_machine_because", None)):
         yield (
-            'bridge.mode: "broadcast" connects trainer and servers over loopback, and a cluster may have them '
-            'on several machines: use "none" or "lora_only"'
-        )
-    if table.address is not None and getattr(profile.bridge, "mode", None) == "parameter_service":
-        yield (
-            'bridge.mode: "parameter_service" writes into memory that trainer and service share, and a cluster may '
-            'have them on several machines: use "none" or "lora_only", or start trainer and services by hand'
+            f'bridge.mode: {mode!r} {why}, and a cluster may have them on several machines: use "none" or "lora_only"'
         )
     if getattr(profile.bridge, "is_of_one_device", False):
         yield (
-            f"bridge.mode: {getattr(profile.bridge, 'mode', '')!r} shares memory between services on one GPU, and "
+            f"bridge.mode: {mode!r} shares memory between services on one GPU, and "
             'a cluster gives each its own: use "none" or "lora_only"'
         )
 

@@ -203,8 +203,9 @@ def _no_service_is_idle_beside_a_trainer_that_samples(profile: Profile) -> Itera
 
 def _a_parameter_service_has_its_bridge(profile: Profile) -> Iterator[str]:
     trainers = [service for service in profile.services.values() if isinstance(service, Trainer)]
+    have_any = any(trainer.bridge.has_parameter_services for trainer in trainers)
     for name, service in profile.services.items():
-        if isinstance(service, Parameters) and trainers and all(t.bridge.mode != "parameter_service" for t in trainers):
+        if isinstance(service, Parameters) and trainers and not have_any:
             yield (
                 f"services.{name}.kind: parameters, and with bridge.mode {trainers[0].bridge.mode} nothing is pushed "
                 "to it: set bridge.mode to parameter_service, or remove this service"

@@ -121,6 +121,11 @@ def test_an_existing_cluster_is_joined_without_starting_one() -> None:
         (["services.vllm.num_devices=2"], "a machine has cluster.devices_per_machine = 1"),
         (["cluster.machines=1"], "1 with 1 devices each, but services take 2"),
         (["bridge={mode='shared_vllm'}"], "shares memory between services"),
+        (
+            ["bridge={mode='broadcast'}", "cluster.address=a:1"],
+            "'broadcast' connects trainer and servers over loopback",
+        ),
+        (["bridge={mode='parameter_service'}", "cluster.address=a:1"], "writes into memory that trainer and service"),
         (["services.vllm.gpus=[0]"], "keep num_devices alone"),
         (["cluster.kind=local", "cluster.address=head:1"], "has no effect with kind"),
     ],
