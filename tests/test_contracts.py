@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
+from grpo_engine.bridges import BY_MODE
 from grpo_engine.wire import environment_variables, log_lines, run_folder
 from grpo_engine.wire.log_lines import LogLine
 
@@ -90,3 +92,20 @@ def test_functions_that_contributing_names_exist() -> None:
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", (root / "CONTRIBUTING.md").read_text())
     missing = [name for path, name in named if not re.search(rf"(def|class) {name}\b", (root / path).read_text())]
     assert (len(named) > 10, missing) == (True, [])
+
+
+def test_nothing_outside_of_bridges_asks_which_mode_it_is() -> None:
+    root = Path(__file__).parents[1]
+    asked = [
+        f"{file.relative_to(root)}:{node.lineno}"
+        for package in ("grpo_engine", "grpo_tui")
+        for file in (root / package).rglob("*.py")
+        if not file.is_relative_to(root / "grpo_engine" / "bridges")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Compare)
+        and isinstance(node.left, ast.Attribute | ast.Call)
+        and "mode" in ast.unparse(node.left)
+        and any(repr(mode) in ast.unparse(other) for mode in BY_MODE for other in node.comparators)
+    ]
+    translated = "grpo_engine/aliases.py", "grpo_engine/train/config.py"  # `--use-shared-memory` and stock programs
+    assert [each for each in asked if not each.startswith(translated)] == []

@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 
 from grpo_engine import cli as engine_cli
+from grpo_engine.bridges import OVER_RANKS
 from grpo_engine.errors import ConfigError
 from grpo_tui.profile.loading import find, load
 from grpo_tui.profile.plan import describe, make_plan, plan_text
@@ -195,8 +196,8 @@ EXACT_FAULTS: list[tuple[str, list[str], str]] = [
      "weight_bridge_mode shared_vllm: leave it out, or choose broadcast"),
     (STACK, ["services.trainer.gpus=[1, 2]", 'bridge.mode="lora_merged"'],
      "--set services.trainer.gpus=[1, 2]: services.trainer: 2 ranks cannot train with weight_bridge_mode lora_merged, "
-     "which is of one process: choose shared_vllm or lora_only or lora_restart or none or broadcast or "
-     "parameter_service or colocate, or leave processes and nodes out, and name one of gpus"),
+     f"which is of one process: choose {' or '.join(OVER_RANKS)}, or leave processes and nodes out, and name one of "
+     "gpus"),
     (STACK, ["services.trainer.max_model_len=64"],
      "--set services.trainer.max_model_len=64: services.trainer: max_model_len 64 has no effect, since this trainer "
      "starts no inference server: give it to the server, or choose weight_bridge_mode none or lora_restart with "

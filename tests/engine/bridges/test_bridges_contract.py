@@ -8,9 +8,20 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import own_transport
 import pytest
 import torch
-from bridging import MODES, PROMPT, SERVER_FLAGS, Serving, assert_agreement, bridge_to, served_logprobs, serving
+from bridging import (
+    MODES,
+    PROMPT,
+    SERVER_FLAGS,
+    Serving,
+    assert_agreement,
+    bridge_context,
+    bridge_to,
+    served_logprobs,
+    serving,
+)
 from serving import model_logprobs, save_tiny_model, shift
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -146,6 +157,18 @@ def test_tied_embeddings_stay_tied(tied: Serving, tmp_path: Path, settings: dict
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
         bridge.publish(1, shift(model, 1))
         assert_agreement(tied.now, model, 1)
+
+
+def test_a_transport_of_ones_own_is_one_file(model_folder: Path, tmp_path: Path) -> None:
+    with serving(model_folder, tmp_path) as server:
+        for keeps_contract in (
+            test_what_is_published_is_served,
+            test_a_restarted_server_gets_the_current_weights_before_the_next_batch,
+        ):
+            server.reset()
+            context = bridge_context(server.model, server.url, tmp_path)
+            with closing(own_transport.Folder().build(context)) as bridge:
+                keeps_contract(server, bridge)
 
 
 def test_bfloat16_weights_are_shared_as_they_are(
