@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ from grpo_engine.wire.token_clients import open_client
 
 LOOK_EVERY_S = 0.2
 _WITHIN_S = 60.0
+_CLOSE_WITHIN_S = 2.0
+"""The thread may wait for `_WITHIN_S` for a source that sends nothing more; it ends with the process."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 """A file of a checkpoint: never hidden, never in another folder."""
 _MOST_FILES = 10_000
@@ -52,10 +55,10 @@ class Fetcher:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; what it was fetching is not used."""
         self._is_closed.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_CLOSE_WITHIN_S)
         self._http.close()
 
     def _run(self) -> None:
@@ -74,7 +77,7 @@ class Fetcher:
 
         Raises:
             httpx.HTTPError, PeerUnavailable: the source does not answer, or has a newer version by now.
-            BridgeError: what arrived is not what the source has.
+            BridgeError: what arrived is not what the source has, or there is no room for it.
             OSError: it cannot be written here.
         """
         state = self._state()
@@ -94,6 +97,9 @@ class Fetcher:
             pull_every=state.pull_every,
         )
         folder = self._store.begin(request)
+        free = shutil.disk_usage(folder).free
+        if num_bytes > free:
+            raise BridgeError(f"{self._source}: a version of {num_bytes:,} bytes, and {folder} has room for {free:,}")
         for name in names:
             self._fetch(state, name, folder / name)
         self._store.commit(state.policy_version)
@@ -117,6 +123,8 @@ class Fetcher:
                 if not response.is_success:
                     raise PeerUnavailable(f"{route}: answered {response.status_code}; there may be a newer version")
                 for part in response.iter_raw():
+                    if self._is_closed.is_set():
+                        raise PeerUnavailable(f"{route}: this service ends")
                     num_bytes += len(part)
                     digest.update(part)
                     file.write(part)

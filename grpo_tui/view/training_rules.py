@@ -274,7 +274,7 @@ def few_held_out(measured: Measurements) -> Iterator[Warning]:
     counts = {
         name.removeprefix(EVALUATION_PREFIX).removesuffix("num_prompts").strip("/"): int(value)
         for name, value in evaluated.items()
-        if name.startswith(EVALUATION_PREFIX) and name.endswith("num_prompts") and value < FEW_PROMPTS
+        if name.startswith(EVALUATION_PREFIX) and name.endswith("num_prompts") and 1 <= value < FEW_PROMPTS
     }
     if not counts:
         return

@@ -16,11 +16,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import to_line
+from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.supervisor import Hello
 from grpo_tui.client.socket import Daemon
 from grpo_tui.supervisor.keeper.client import KeeperState
 from grpo_tui.supervisor.lock import has_daemon, take_lock, write_address
 from grpo_tui.supervisor.state_file import ServiceLedger
+from grpo_tui.view.diagnosis import diagnose
 from grpo_tui.view.gpus import reader
 from grpo_tui.view.gpus.reader import read_samples
 from grpo_tui.view.rollouts.reader import RolloutReader
@@ -142,3 +144,10 @@ def test_a_process_of_another_user_is_not_taken_for_the_supervisor(tmp_path: Pat
 
     with pytest.raises(PeerError, match=r"\(pid 17\) listens in place of its supervisor"):
         Daemon(tmp_path)._listener(Foreign())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [0.0, 0.5, -1.0, -1e100])
+def test_an_evaluation_of_no_prompts_ends_no_status_and_no_board(count: float) -> None:
+    metrics = {"eval/time": 1.0, "eval/num_prompts": count, "eval/arithmetic/num_prompts": 4.0}
+    warnings = diagnose([MetricsLine(time=1.7e9, step=3, policy_version=3, metrics=metrics)], None)
+    assert ["evaluations of arithmetic have 4 held-out" in each.text for each in warnings] == [True]

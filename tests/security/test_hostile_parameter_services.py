@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from grpo_engine.bridges.transport.parameter_store import ParameterStore
 from grpo_engine.errors import BridgeError
 from grpo_engine.parameters import fetching
 from grpo_engine.parameters.fetching import Fetcher
-from grpo_engine.wire.parameters import BeginRequest
+from grpo_engine.wire.parameters import STATE_ROUTE, BeginRequest
 
 NOBODY = 65534
 STATE = {"instance": "a", "number": 1, "model": "m", "files": {"model.safetensors": 1}}
@@ -107,3 +109,44 @@ def test_no_answer_of_a_source_ends_the_thread_that_fetches_versions(
             assert asked >= 3
         finally:
             fetcher.close()
+
+
+def _answering(sent: threading.Event, ended: threading.Event, *, size: int) -> httpx.Client:
+    """Of a source with one file of this size, of which it sends a byte at a time, five hundred in all."""
+
+    class Bytes(httpx.SyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            for _ in range(500):
+                yield b"x"
+                sent.set()
+                time.sleep(0.01)
+            ended.set()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == STATE_ROUTE:
+            return httpx.Response(200, content=json.dumps({**STATE, "files": {"model.safetensors": size}}))
+        return httpx.Response(200, stream=Bytes())
+
+    return httpx.Client(transport=httpx.MockTransport(answer), base_url="http://there")
+
+
+def test_a_service_that_fetches_a_file_without_end_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    sent, ended = threading.Event(), threading.Event()
+    with closing(ParameterStore(tmp_path / "handover", [], storage=tmp_path)) as store:
+        fetcher = Fetcher("http://there", store, _answering(sent, ended, size=1 << 20))
+        fetcher.start()
+        assert sent.wait(10)
+        fetcher.close()
+        assert not ended.is_set()
+        assert store.newest is None
+
+
+def test_a_version_for_which_there_is_no_room_is_not_fetched(tmp_path: Path) -> None:
+    sent, ended = threading.Event(), threading.Event()
+    size = 2 * shutil.disk_usage(tmp_path).total
+    with closing(ParameterStore(tmp_path / "handover", [], storage=tmp_path)) as store:
+        fetcher = Fetcher("http://there", store, _answering(sent, ended, size=size))
+        with pytest.raises(BridgeError, match="has room for"):
+            fetcher.look()
+        fetcher.close()
+    assert not sent.is_set()
