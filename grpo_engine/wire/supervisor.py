@@ -246,7 +246,7 @@ class ServiceStatus(Message):
     restarts: Whole = 0
     exit_code: Whole | None = None
     """Of the last attempt; negative is the signal that ended it."""
-    ports: list[Whole] = []
+    ports: Annotated[list[Whole], Field(max_length=MAX_SERVICES)] = []
     gpus: list[Whole] = []
     cpu_percent: float | None = None
     """Of one core."""
@@ -390,7 +390,7 @@ class RunStatus(Message):
 
     run: str
     profile: str
-    tags: list[str] = []
+    tags: Annotated[list[str], Field(max_length=MAX_SERVICES)] = []
     """Words that a person gave the run."""
     state: RunState
     is_ending: bool = False

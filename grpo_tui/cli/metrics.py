@@ -191,35 +191,46 @@ def _print_data(folder: Path, format_: str, starts: tuple[str, ...]) -> None:
     Raises:
         ConfigError: Parquet, and stdout is a terminal or pyarrow is not installed.
     """
-    from grpo_tui.view.csv_text import csv_text
+    from grpo_tui.view.csv_text import csv_rows
     from grpo_tui.view.metrics.names import in_groups
     from grpo_tui.view.metrics.summary import names_of
 
     steps = all_steps(folder)
     names = in_groups(name for name in names_of(steps) if name.startswith(starts))
-    rows: list[dict[str, float | None]] = [
-        {
-            **{"step": line.step, "time": line.time, "policy_version": line.policy_version},
-            **{name: line.metrics.get(name) for name in names},
-        }
-        for line in steps
-    ]
+    columns = ["step", "time", "policy_version", *names]
+    rows = ({name: _cell(line, name) for name in columns} for line in steps)  # not all at once: a row has every name
     match format_:
         case "csv":
-            write_line(csv_text(["step", "time", "policy_version", *names], rows).rstrip("\n"))
+            for row in csv_rows(columns, rows):
+                write_line(row.removesuffix("\n"))
         case "json":
             _print_json(rows)
         case _:
-            _print_parquet(names, rows)
+            _print_parquet(columns, steps)
 
 
-def _print_json(rows: list[dict[str, float | None]]) -> None:
+def _cell(line: MetricsLine, column: str) -> float | None:
+    match column:
+        case "step" | "time" | "policy_version":
+            value: float = getattr(line, column)
+            return value
+        case _:
+            return line.metrics.get(column)
+
+
+def _print_json(rows: Iterable[dict[str, float | None]]) -> None:
     import json
 
-    write_line("[" + ",\n ".join(map(json.dumps, rows)) + "]")
+    before = None
+    for row in rows:
+        text = json.dumps(row)
+        if before is not None:
+            write_line(f"{before},")
+        before = f"[{text}" if before is None else f" {text}"
+    write_line("[]" if before is None else f"{before}]")
 
 
-def _print_parquet(names: list[str], rows: list[dict[str, float | None]]) -> None:
+def _print_parquet(columns: list[str], steps: list[MetricsLine]) -> None:
     if sys.stdout.isatty():
         raise ConfigError("--format parquet is not text: write it to a file, as in `… --format parquet > run.parquet`")
     try:
@@ -229,8 +240,13 @@ def _print_parquet(names: list[str], rows: list[dict[str, float | None]]) -> Non
         raise ConfigError(
             "--format parquet needs pyarrow, which is not installed: pip install 'grpo-tui[data]', or use --format csv"
         ) from None
-    whole = [(name, pyarrow.int64()) for name in ("step", "policy_version")]
-    schema = pyarrow.schema([whole[0], ("time", pyarrow.float64()), whole[1], *((n, pyarrow.float64()) for n in names)])
+    whole = {"step", "policy_version"}
+    table = {
+        name: pyarrow.array(
+            [_cell(line, name) for line in steps], type=pyarrow.int64() if name in whole else pyarrow.float64()
+        )
+        for name in columns
+    }
     sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), sink)
+    pyarrow.parquet.write_table(pyarrow.table(table), sink)
     write_bytes(sink.getvalue().to_pybytes())

@@ -50,7 +50,8 @@ class MetricsTail:
 
     def __init__(self, path: Path) -> None:
         self._tail = LineTail(path, max_bytes=MAX_BYTES_A_READ)
-        self._names: set[str] = set()
+        self._names: dict[str, str] = {}
+        """Each by itself: lines share them, which JSON gives an own copy of each."""
 
     def read(self) -> MetricsChunk:
         """Read the whole lines that were added since the last call, at most about a megabyte of them."""
@@ -68,13 +69,9 @@ class MetricsTail:
 
     def _of_known_names(self, line: MetricsLine) -> MetricsLine:
         """The line without metrics whose names are not among the first `MAX_NAMES` of the file."""
-        if line.metrics.keys() <= self._names:
-            return line
         further = (name for name in line.metrics if name not in self._names)
-        self._names.update(itertools.islice(further, MAX_NAMES - len(self._names)))
-        if line.metrics.keys() <= self._names:
-            return line
-        known = {name: value for name, value in line.metrics.items() if name in self._names}
+        self._names.update((name, name) for name in itertools.islice(further, MAX_NAMES - len(self._names)))
+        known = {own: value for name, value in line.metrics.items() if (own := self._names.get(name)) is not None}
         return line.model_copy(update={"metrics": known})
 
 

@@ -30,6 +30,10 @@ LEDGER_VERSION = 2
 MAX_OBJECTS = 65_536
 """In the file; that of 4096 services, or of a thousand machines with eight GPUs each, has less. A screen looks through
 all several times a second."""
+MAX_BYTES = 16 << 20
+"""Twice that of 4096 services: `ps` reads the states of all runs, at 7 MB a second."""
+MAX_VALUES = 1_048_576
+"""In the file, by its commas: those of that many objects. A list of ten million ports took `ps` 70 s and 1.6 GB."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 RECOVERY = "while the run lives, the next command to it (start, stop, down) writes it again"
 NOT_STATED = "the state is written again at the next change"
@@ -116,13 +120,15 @@ def read_state(run_folder: Path) -> StateDocument | None:
     """
     path = run_folder / STATE_FILE
     try:
-        content = read_whole(path)
+        content = read_whole(path, max_bytes=MAX_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise PeerError(f"{path} cannot be read: {error.strerror}; {RECOVERY}") from None
     if content.count(b"{") > MAX_OBJECTS:
         raise PeerError(f"{path} is damaged (more than {MAX_OBJECTS:,} objects); {RECOVERY}")
+    if content.count(b",") > MAX_VALUES:
+        raise PeerError(f"{path} is damaged (more than {MAX_VALUES:,} values); {RECOVERY}")
     version = _ledger_version(content)
     if version not in (None, LEDGER_VERSION):
         log.warning("%s: its ledger is of version %s, this program reads %s", path, version, LEDGER_VERSION)
