@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -16,7 +18,7 @@ import torch
 from jinja2 import TemplateError
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_engine.bridges.transport.saving import save_model
 from grpo_engine.errors import CheckpointError, ModelError, first_of
@@ -39,6 +41,12 @@ MAX_PROMPT_CHARS = 4096
 """Of the prompt in the chat template; the time and memory of the check grow with it."""
 RENDER_S, RENDER_BYTES = 10, 1 << 30
 """Time and memory that a chat template may take."""
+TRIAL_CPU_S, TRIAL_BYTES = 20, 4 << 30
+"""What tokenizer and settings of the model may take of CPU and memory before anything is loaded. The tokenizer of the
+largest vocabularies takes some seconds; memory is address space, of which each thread reserves 64 MiB."""
+MAX_SPARE_ELEMENTS = 1 << 26
+"""Of what a model has beside the stored tensors: frequencies of positions, masks, and those that are missing, which are
+named as it is loaded."""
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +127,7 @@ def check(folder: Path, device: str) -> str:
     Raises:
         ModelError: tensors are missing or not finite, or nothing is sampled.
     """
+    _try_small_parts(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model = _load_exported(folder, device)
@@ -130,6 +139,78 @@ def check(folder: Path, device: str) -> str:
     sampled = model.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     answer = tokenizer.decode(sampled[0, prompt["input_ids"].shape[1] :])
     return f"it loads, and answers {PROMPT!r} with {answer!r}"
+
+
+def _try_small_parts(folder: Path) -> None:
+    """Encode the question, and build the model without memory, in a process with limits.
+
+    Both files may be somebody else's work: replacements in `tokenizer.json` multiply a text, a `config.json` of some
+    hundred bytes describes layers without end, and the library of tokenizers is not interrupted by signals.
+
+    Raises:
+        ModelError: they take more than `TRIAL_CPU_S` or `TRIAL_BYTES`, or the model is larger than its tensors.
+    """
+    child = os.fork()
+    if not child:
+        code = _FAILED
+        try:
+            code = _trial(folder)
+        except MemoryError:
+            code = _TOO_LARGE
+        finally:  # what else it raises is raised again, and reported, where the folder is loaded
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == _UNLIKE:
+        raise ModelError(
+            "the exported model does not load: config.json describes a larger model than its tensors are: the "
+            "checkpoint is damaged"
+        )
+    if code == _TOO_LARGE or code < 0:
+        raise ModelError(
+            f"the exported model does not load: its tokenizer or config.json takes more than {TRIAL_CPU_S} s of CPU or "
+            f"{TRIAL_BYTES >> 30} GiB before any tensor is loaded: the checkpoint is damaged"
+        )
+
+
+_FAILED, _UNLIKE, _TOO_LARGE = 1, 2, 3
+
+
+def _trial(folder: Path) -> int:
+    """What the process of `_try_small_parts` does; returns its exit code."""
+    for kind, most in (
+        (resource.RLIMIT_CPU, TRIAL_CPU_S),
+        (resource.RLIMIT_AS, _address_space() + TRIAL_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(5 * TRIAL_CPU_S)  # of a process that waits and takes no CPU
+    torch.set_num_threads(1)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        config, sizes = AutoConfig.from_pretrained(folder, trust_remote_code=False), _sizes(folder)
+        if config.get_text_config().num_hidden_layers > len(sizes):
+            return _UNLIKE
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        if sum(each.numel() for each in (*model.parameters(), *model.buffers())) > sum(sizes) + MAX_SPARE_ELEMENTS:
+            return _UNLIKE
+    _prompt(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+    return 0
+
+
+def _sizes(folder: Path) -> list[int]:
+    """Elements of each tensor in the files of a folder."""
+    sizes: list[int] = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            sizes += (prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return sizes
+
+
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
@@ -160,7 +241,7 @@ def _limited() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise TemplateError(f"it takes longer than {RENDER_S} s")
 
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    used = _address_space()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = [limit for limit in (used + RENDER_BYTES, soft, hard) if limit != resource.RLIM_INFINITY]
     before = signal.signal(signal.SIGALRM, stop)

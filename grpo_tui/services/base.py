@@ -165,7 +165,12 @@ def _pattern_alone(value: Any) -> Any:
 
 def _needs_by_name(value: Any) -> Any:
     """`needs = ["api"]` is short for `needs = { api = "ready" }`."""
-    return dict.fromkeys(value, NeedCondition.READY) if isinstance(value, list | tuple) else value
+    if not isinstance(value, list | tuple):
+        return value
+    for name in value:
+        if not isinstance(name, str):
+            raise ValueError(f"{str(name)[:100]} is no name of a service")
+    return dict.fromkeys(value, NeedCondition.READY)
 
 
 class Service(Config):

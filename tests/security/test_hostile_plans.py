@@ -20,6 +20,7 @@ from grpo_engine.wire.run_folder import PLAN_FILE, STATE_FILE
 from grpo_engine.wire.supervisor import MAX_SERVICES, DiskSpace, RunState, RunStatus, WriteFault
 from grpo_tui.cli.export import _card
 from grpo_tui.client.local import Run
+from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.services.base import Probe
 from grpo_tui.supervisor.state_file import read_state
@@ -126,3 +127,9 @@ def test_a_state_of_a_hundred_thousand_of_anything_is_damaged(tmp_path: Path) ->
 def test_a_reason_or_a_name_of_a_model_of_a_million_characters_is_searched_in_linear_time() -> None:
     assert ASKED_FOR.search("a" * 1_000_000) is None  # quadratic, it would take hours
     assert MIXTURE.search("0" * 1_000_000) is None
+
+
+@pytest.mark.parametrize("needs", [[["api"]], [[[]]], [1]], ids=str)
+def test_needs_that_are_no_names_are_an_error_of_the_settings(needs: list[object]) -> None:
+    with pytest.raises(ConfigError, match="is no name of a service"):
+        load("tiny-cpu", [f"services.env.needs={json.dumps(needs)}"])
