@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -24,6 +25,8 @@ from rollout_fakes import FakeTokenizer, fake_inference
 from training import settings as train_settings
 
 from grpo_engine.bridges.placement.own import OwnModel
+from grpo_engine.bridges.transport import server_client
+from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.bridges.transport.turns import TurnsBridge, dtype_of_weights
 from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.environments import generating
@@ -247,6 +250,17 @@ def test_a_server_that_never_falls_asleep_holds_a_trainer_no_longer_than_one_tha
         bridge = TurnsBridge(context, OwnModel(context), handover=None, staging_bytes=4000, check_every=1)
         with closing(bridge), pytest.raises(PeerUnavailable, match="has not fallen asleep within 0 s"):
             bridge.prepare_step()
+
+
+def test_a_server_that_accepts_and_is_silent_holds_a_question_for_its_state_no_ten_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`grpo-engine check` said nothing meanwhile."""
+    monkeypatch.setattr(server_client, "_STATE_WITHIN_S", 0.1)
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        client = ServerClient(f"http://127.0.0.1:{silent.getsockname()[1]}", patience_s=0.0)
+        with closing(client), pytest.raises(PeerUnavailable, match="ReadTimeout"):
+            client.info()
 
 
 @pytest.mark.parametrize("kind", [SleepAnswer, ReceiveAnswer, JoinAnswer])

@@ -43,6 +43,8 @@ _INFO = "/bridge/info"
 _RETRY_INTERVAL_S = 0.25
 _ANSWER_WITHIN_S = 600.0
 """A pause waits for the batch that runs, a reload for a checkpoint from a slow disk."""
+_STATE_WITHIN_S = 60.0
+"""What GET asks for waits for nothing; a server that takes longer does not answer."""
 _BUSY, _UNAVAILABLE = 409, 503
 """Paused by another process, or not loaded yet: both are temporary."""
 _DETAIL_CHARACTERS = 1000
@@ -169,7 +171,7 @@ class ServerClient:
         Args:
             body: only fields that were set are sent, since a stock server passes every key on to vLLM.
             patience_s: how long to retry; default: the client's own.
-            within_s: longest time for one answer; default: ten minutes.
+            within_s: longest time for one answer; default: ten minutes, or one where a state is asked for (GET).
 
         Raises:
             PeerUnavailable: no answer within `patience_s`.
@@ -181,7 +183,9 @@ class ServerClient:
         where = f"{method} {self.url}{path}"
         num_failures = 0
         limit_s = self._patience_s if patience_s is None else patience_s
-        timeout = httpx.Timeout(_ANSWER_WITHIN_S if within_s is None else within_s, connect=5)
+        if within_s is None:
+            within_s = _STATE_WITHIN_S if method == "GET" else _ANSWER_WITHIN_S
+        timeout = httpx.Timeout(within_s, connect=5)
 
         def attempt() -> httpx.Response:
             try:
