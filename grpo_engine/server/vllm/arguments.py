@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 WORKER_CLASS = "grpo_engine.server.vllm.worker.GrpoWorker"
+SCHEDULER = "grpo_engine.server.vllm.scheduling.forgetting_scheduler"
 _HOW_TO_LOAD = {"load_format", "model_loader_extra_config", "quantization"}
 """Arguments by which a user chooses how weights are loaded."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -146,6 +147,8 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
         "disable_log_stats": False,  # /metrics needs them
         "worker_extension_cls": WORKER_CLASS,
     }
+    if config.keep_kv_cache:
+        values["scheduler_cls"] = SCHEDULER
     if config.enable_lora:
         values |= {
             "enable_lora": True,

@@ -2,9 +2,9 @@
 
 Running requests are frozen and continue under the new weights, with their keys and values recomputed. So each token
 comes from one version, which is reported with it, and no cached prefix outlives its weights. With `keep_kv_cache` they
-continue on what they have (PipelineRL, arXiv 2509.19128). With `finish_before_update`, a gate first lets running
-completions finish. Cache keys are salted with the version as well, for writers that do not request a pause:
-generations that such a write overlapped are repeated.
+continue on what they have (PipelineRL, arXiv 2509.19128), and those that wait read none of it (`scheduling.py`). With
+`finish_before_update`, a gate first lets running completions finish. Cache keys are salted with the version as well,
+for writers that do not request a pause: generations that such a write overlapped are repeated.
 """
 
 from __future__ import annotations
@@ -170,6 +170,8 @@ class Generations:
         with self.awaiting_core():
             # Not `llm.pause_generation`, which sleeps for 20 ms instead of waiting for the outputs.
             await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=not self._config.keep_kv_cache)
+            if self._config.keep_kv_cache:  # those that wait have the cache keys of the weights before
+                await llm.engine_core.reset_prefix_cache_async()
         await self.outputs.drained()
         self.stalls.pause()
         if self._frozen_at is None:
