@@ -66,7 +66,8 @@ def shard_model(
     Args:
         mesh: ranks over which parameters are sharded; of two dimensions, they are replicated over the first.
         shard_dtype: of the stored shards; the model computes in the dtype that it has.
-        reshard_after_forward: free gathered layers between the forward and backward pass (ZeRO-3); else keep them.
+        reshard_after_forward: free gathered layers after each forward and backward pass (ZeRO-3); else keep them until
+            the last backward pass of a step (`begin_micro_batch`).
         offload: keep shards and optimizer in main memory.
         kept_whole: parameters that are left as and where they are, as those of adapters.
         around: entered for each collective operation of a layer.
@@ -195,15 +196,22 @@ def free_gathered(model: nn.Module) -> None:
     cast(FSDPModule, model).reshard()
 
 
-def defer_reduction(model: nn.Module, *, is_deferred: bool) -> None:
-    """Have a model of small layers stay gathered after the next backward pass, and keep its gradients to itself.
+def begin_micro_batch(model: nn.Module, *, is_last: bool, keeps_gathered: bool) -> None:
+    """Say what the next backward pass leaves: between micro-batches weights do not change.
 
-    They are added to the next ones in fp32. Of larger layers, each pass frees and reduces one after the other, since
-    whole gradients might not fit into memory.
+    A model of small layers stays gathered and keeps its gradients, in fp32, until the last micro-batch of a step. Of
+    larger ones each pass reduces one layer after the other, since whole gradients might not fit into memory.
+
+    Args:
+        keeps_gathered: larger layers, which stay gathered after the forward pass, also stay so after the backward pass:
+            each is gathered once a step.
     """
+    whole = cast(FSDPModule, model)
     if not any(is_sharded(layer) for layer in decoder_layers(cast("PreTrainedModel", model))):
-        cast(FSDPModule, model).set_requires_gradient_sync(not is_deferred, recurse=False)
-        cast(FSDPModule, model).set_reshard_after_backward(not is_deferred, recurse=False)
+        whole.set_requires_gradient_sync(is_last, recurse=False)
+        whole.set_reshard_after_backward(is_last, recurse=False)
+    elif keeps_gathered:
+        whole.set_reshard_after_backward(is_last)
 
 
 def local_part(parameter: Tensor) -> Tensor:

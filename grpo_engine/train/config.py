@@ -353,9 +353,9 @@ class TrainConfig(Config):
     master_port: int = Field(0, ge=0, lt=2**16)
     """Port there, by which ranks of several machines find each other; unset: 29500, as for torchrun."""
     sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
-    """What ranks share out: parameters, gradients and optimizer (full_shard); the same, but gathered layers stay until
-    the backward pass, for 2 bytes a parameter and less traffic (shard_grad_op); or as full_shard within each machine,
-    with copies on every machine (hybrid_shard)."""
+    """What ranks share out: parameters, gradients and optimizer (full_shard); the same, but each layer is gathered once
+    a step, for 2 bytes a parameter (shard_grad_op); or as full_shard within each machine, with copies on every machine
+    (hybrid_shard)."""
     identical_data: bool = False
     """Every rank computes the whole batch, and gradients are averaged over ranks, as in scripts whose ranks all get the
     same data. More ranks then save memory, but no time: without it each rank computes its share."""

@@ -30,7 +30,7 @@ from grpo_engine.models.loading import load_model
 from grpo_engine.models.optimizer_state import fault_of_state
 from grpo_engine.models.optimizers import MasterWeights, build_optimizer
 from grpo_engine.models.places import add_up_copies, equalize_copies, is_split, whole_shape
-from grpo_engine.models.sharded import compute_device, defer_reduction, is_sharded, part_of, part_of_state
+from grpo_engine.models.sharded import begin_micro_batch, compute_device, is_sharded, part_of, part_of_state
 from grpo_engine.ranks.group import RankGroup
 from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.checkpointing.sharded_state import is_sharded_state, read_sharded, stored_parts
@@ -209,9 +209,10 @@ class Trainee:
         return scores
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
-        """Before the forward pass of each: ranks add up the gradients of a small model after the last one alone."""
+        """Before the forward pass of each: what ranks do once a step, they do after the last one."""
         if is_sharded(self._scorer.causal_lm):
-            defer_reduction(self._scorer.causal_lm, is_deferred=not is_last)
+            keeps_gathered = self.config.sharding_strategy == "shard_grad_op"
+            begin_micro_batch(self._scorer.causal_lm, is_last=is_last, keeps_gathered=keeps_gathered)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to go backward from: scaled for a float16 model, so that small gradients are not rounded to 0."""

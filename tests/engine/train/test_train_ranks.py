@@ -141,6 +141,16 @@ def test_two_ranks_resume_the_adapter_as_one_and_as_three(optimizer: str, model:
         pytest.param({"loss": "cispo", "gradient_checkpointing": True}, 3, id="cispo, recomputing layers"),
         pytest.param({**ADAPTER, "gradient_checkpointing": True, "num_iterations": 2}, 3, id="an adapter, two updates"),
         pytest.param({"identical_data": True, "loss": "dapo", "kl_coef": 0.1}, 3, id="identical data on both"),
+        pytest.param(
+            {"sharding_strategy": "shard_grad_op", "micro_batch_tokens": 40, "num_iterations": 2, "kl_coef": 0.1},
+            3,
+            id="layers gathered once a step",
+        ),
+        pytest.param(
+            {**ADAPTER, "sharding_strategy": "shard_grad_op", "micro_batch_tokens": 40},
+            3,
+            id="an adapter on layers gathered once a step",
+        ),
     ],
 )
 def test_settings_mean_the_same_on_two_ranks(
