@@ -27,6 +27,7 @@ from grpo_engine.models.lora import adapter_tensors
 from grpo_engine.models.merged_lora import merged_weights
 from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, CheckpointMarker, open_regular
+from grpo_engine.wire.codec import read_whole
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
@@ -48,7 +49,32 @@ MAX_SPARE_ELEMENTS = 1 << 26
 """Of what a model has beside the stored tensors: frequencies of positions, masks, and those that are missing, which are
 named as it is loaded."""
 
+_PATTERNS = ("exclude_modules", "layers_pattern", "layers_to_transform", "rank_pattern", "alpha_pattern")
+
 log = logging.getLogger(__name__)
+
+
+def require_adapter(folder: Path) -> None:
+    """Refuse settings of an adapter that no trainer of ours writes: PEFT makes matrices of any rank, and takes names of
+    modules for patterns, which may be somebody else's work and match without end.
+
+    Raises:
+        CheckpointError: the file is damaged, has a pattern, or another rank than its tensors.
+    """
+    path = folder / ADAPTER_CONFIG
+    try:
+        table = json.loads(read_whole(path))
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            ranks = {file.get_slice(name).get_shape()[0] for name in file.keys() if ".lora_A." in name}  # noqa: SIM118
+    except (OSError, ValueError, RecursionError, IndexError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+    targets = table.get("target_modules") if isinstance(table, dict) else None
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        raise CheckpointError(f"{path}: damaged: target_modules is no list of names")
+    if patterns := [name for name in _PATTERNS if table.get(name)]:
+        raise CheckpointError(f"{path}: {', '.join(patterns)}: an adapter with these is not exported: remove them")
+    if table.get("peft_type") != "LORA" or list(ranks) != [table.get("r")]:
+        raise CheckpointError(f"{path}: damaged: no LoRA of the rank that its tensors have")
 
 
 def name_base(folder: Path, marker: CheckpointMarker) -> None:

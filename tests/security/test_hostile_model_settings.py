@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from serving import save_tiny_model
 
-from grpo_engine.errors import ModelError
+from grpo_engine.errors import CheckpointError, ModelError
 from grpo_engine.export import model as export
 
 
@@ -49,3 +51,23 @@ def test_a_tokenizer_that_multiplies_a_text_is_refused_within_its_limits(
 
 def test_a_model_as_it_was_saved_is_loaded(changed: Callable[..., Path]) -> None:
     assert "it loads, and answers" in export.check(changed("config.json"), "cpu")
+
+
+ADAPTER = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "rank_pattern": {}, "exclude_modules": None}
+
+
+@pytest.mark.parametrize("values", [
+    {"target_modules": r"(\w+\.?)+(\w+\.?)+x"}, {"exclude_modules": "(a+)+b"}, {"rank_pattern": {"(a+)+b": 2}},
+    {"alpha_pattern": {"(a+)+b": 2}}, {"layers_pattern": ["(a+)+b"]}, {"r": 20_000_000}, {"r": [2]},
+    {"target_modules": [5]}, {"peft_type": "XLORA"},
+], ids=str)  # fmt: skip
+def test_an_adapter_with_patterns_or_another_rank_than_its_tensors_is_not_exported(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    save_file({"layers.0.q_proj.lora_A.weight": torch.ones(2, 4)}, tmp_path / export.ADAPTER_WEIGHTS)
+    settings = tmp_path / "adapter_config.json"
+    settings.write_text(json.dumps(ADAPTER))
+    export.require_adapter(tmp_path)
+    settings.write_text(json.dumps({**ADAPTER, **values}))
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: "):
+        export.require_adapter(tmp_path)
