@@ -49,7 +49,7 @@ MAX_SPARE_ELEMENTS = 1 << 26
 """Of what a model has beside the stored tensors: frequencies of positions, masks, and those that are missing, which are
 named as it is loaded."""
 
-_PATTERNS = ("exclude_modules", "layers_pattern", "layers_to_transform", "rank_pattern", "alpha_pattern")
+_PATTERNS = ("exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
 
 log = logging.getLogger(__name__)
 

@@ -66,8 +66,9 @@ def test_an_adapter_with_patterns_or_another_rank_than_its_tensors_is_not_export
 ) -> None:
     save_file({"layers.0.q_proj.lora_A.weight": torch.ones(2, 4)}, tmp_path / export.ADAPTER_WEIGHTS)
     settings = tmp_path / "adapter_config.json"
-    settings.write_text(json.dumps(ADAPTER))
-    export.require_adapter(tmp_path)
+    for written in (ADAPTER, {**ADAPTER, "layers_to_transform": [0, 1]}):  # with layer_indices of a trainer
+        settings.write_text(json.dumps(written))
+        export.require_adapter(tmp_path)
     settings.write_text(json.dumps({**ADAPTER, **values}))
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: "):
         export.require_adapter(tmp_path)
