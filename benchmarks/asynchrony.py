@@ -1,12 +1,13 @@
 """Asynchronous training beside training by turns: the same profile with `max_staleness` S and 0, seed by seed.
 
     .venv/bin/python benchmarks/asynchrony.py [--profile tiny-cpu] [--steps 150] [--staleness 4] [--seeds 3]
-        [--set KEY=VALUE …] [--out FOLDER]
+        [--set KEY=VALUE …] [--at-once] [--out FOLDER]
 
-The runs of a seed follow each other, so that a machine that grows slower meanwhile counts for both. Steps an hour are
-taken from the end of the third step to the end of the last, without evaluations; the reward at the end is the mean over
-the last tenth of the steps. One line of JSON a run, then the ratio, both rewards with their standard errors over seeds,
-and FOLDER/curves.svg with the mean reward of each kind over the steps.
+The runs of a seed follow each other, so that a machine that grows slower meanwhile counts for both. With `--at-once`
+the seeds of a kind run at the same time, on ports of their own: for a machine that is lent for minutes. Steps an hour
+are taken from the end of the third step to the end of the last, without evaluations; the reward at the end is the mean
+over the last tenth of the steps. One line of JSON a run, then the ratio, both rewards with their standard errors over
+seeds, and FOLDER/curves.svg with the mean reward of each kind over the steps.
 
 Target on two GPUs: 1.8 times the steps an hour at an equal reward. The limit is (sampling + training) / max(sampling,
 training), at most 2, where all completions of a step have one length. With a long tail it is higher, since by turns
@@ -22,12 +23,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.run_folder import METRICS_FILE
 
 GRPO_TUI = (sys.executable, "-m", "grpo_tui")
+PORTS = {"api": 8002, "vllm": 9001}
+"""Of the run with the first seed; the others have the next ones."""
 LEFT_OUT = 3
 """First steps that no time is taken of: compilation, and groups that were sampled before."""
 TARGET = 1.8
@@ -40,6 +44,7 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all runs, repeatable")
+    parser.add_argument("--at-once", action="store_true", help="run the seeds of a kind at the same time")
     parser.add_argument("--out", type=Path, help="where runs and curves stay; default: a temporary folder")
     options = parser.parse_args()
     if options.out:
@@ -51,16 +56,26 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    """All runs, one after another, and what they come to."""
-    bounds = (0, options.staleness)
+    """All runs, and what they come to."""
+    bounds, seeds = (0, options.staleness), range(options.seeds)
     runs: dict[int, list[str]] = {bound: [] for bound in bounds}
     figures: dict[int, list[dict[str, float]]] = {bound: [] for bound in bounds}
-    for seed in range(options.seeds):
-        for bound in bounds if seed % 2 == 0 else reversed(bounds):
-            run = train(options, bound, seed, folder)
-            runs[bound].append(run)
-            figures[bound].append(read(folder / "logs" / run / METRICS_FILE))
-            print(json.dumps({"max_staleness": bound, "seed": seed, **figures[bound][-1]}), flush=True)
+
+    def add(bound: int, seed: int, run: str) -> None:
+        runs[bound].append(run)
+        figures[bound].append(read(folder / "logs" / run / METRICS_FILE))
+        print(json.dumps({"max_staleness": bound, "seed": seed, **figures[bound][-1]}), flush=True)
+
+    if options.at_once:
+        for bound in bounds:
+            with ThreadPoolExecutor() as pool:
+                done = [pool.submit(train, options, bound, seed, folder) for seed in seeds]
+            for seed, run in zip(seeds, done, strict=True):
+                add(bound, seed, run.result())
+    else:
+        for seed in seeds:
+            for bound in bounds if seed % 2 == 0 else reversed(bounds):
+                add(bound, seed, train(options, bound, seed, folder))
     for bound in bounds:
         rewards = [each["reward"] for each in figures[bound]]
         error = statistics.stdev(rewards) / len(rewards) ** 0.5 if len(rewards) > 1 else float("nan")
@@ -82,6 +97,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 def train(options: argparse.Namespace, bound: int, seed: int, folder: Path) -> str:
     """One run to its end; returns its id."""
     settings = [f"services.{service}.seed={seed}" for service in ("vllm", "env", "trainer")]
+    settings += [f"services.{service}.port={port + seed}" for service, port in PORTS.items()]
     settings += [f"services.trainer.training_steps={options.steps}", "services.trainer.eval_every=0"]
     settings += [f"services.trainer.max_staleness={bound}", *options.set]
     sets = [word for each in settings for word in ("--set", each)]
