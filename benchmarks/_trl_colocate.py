@@ -3,11 +3,11 @@
     python -m torch.distributed.run --nproc-per-node 2 benchmarks/_trl_colocate.py --model FOLDER [--steps 20]
 
 Rank 0 prints one JSON object: tokens a second of whole steps (sampling, waking, training; prompts included), seconds a
-step and of generation, and peak memory, or why it failed. Each rank samples and trains 16 sequences a step, in groups
-of four, of our generated prompts with verifiable instructions; completions have their full length, since the end token
-is ignored. TRL as its users set it up for speed: bf16 weights, vLLM's sleep mode, no recompute, Liger where it is
-installed. One process steps with bitsandbytes' 8-bit AdamW, several with FSDP2 and torch's fused one in bf16, whose
-sharded states fit.
+step and of generation, and peak memory. A rank that fails prints one that says why. Each rank samples and trains 16
+sequences a step, in groups of four, of our generated prompts with verifiable instructions; completions have their full
+length, since the end token is ignored. TRL as its users set it up for speed: bf16 weights, vLLM's sleep mode, no
+recompute, Liger where it is installed. One process steps with bitsandbytes' 8-bit AdamW, several with FSDP2 and torch's
+fused one in bf16, whose sharded states fit.
 
 What else differs: TRL shares no prompt between rows and adds a forward pass for the old log-probabilities where
 vLLM's are corrected for. `--device cpu` rehearses the rest: there Transformers generates, since TRL 1.16 cannot load
@@ -23,10 +23,12 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
+import pyarrow as pa
 import torch
 import trl
 from datasets import Dataset
@@ -55,9 +57,15 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         self.ends.append(time.perf_counter())
 
 
-def prompts(count: int) -> list[str]:
-    """Of the task that the colocated profile has."""
-    return [item.question for item in islice(IFEval(num_instructions=5).items(0), count)]
+def prompts(count: int) -> Dataset:
+    """Of the task that the colocated profile has.
+
+    With a fingerprint of its own: datasets would make one of a pickle of the table, and dill (0.4.1) pickles modules by
+    value that are neither below `sys.prefix` nor in a folder `site-packages`, as of `pip install --target`; pyarrow's
+    (26.0.1) cannot be.
+    """
+    texts = [item.question for item in islice(IFEval(num_instructions=5).items(0), count)]
+    return Dataset(pa.table({"prompt": texts}), fingerprint=f"ifeval-{count}")
 
 
 def config(options: argparse.Namespace, folder: str) -> GRPOConfig:
@@ -102,7 +110,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         trainer = GRPOTrainer(
             model=options.model,
             reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
-            train_dataset=Dataset.from_list([{"prompt": text} for text in prompts(256)]),
+            train_dataset=prompts(256),
             callbacks=[clock],
             args=settings,
         )
@@ -146,14 +154,16 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.38)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    options = parser.parse_args()
+    options, rank = parser.parse_args(), int(os.environ.get("RANK", "0"))
     try:
         figures = measure(options)
     except Exception as error:  # any failure of the peer is a result of the comparison
-        figures = {"failed": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"}
-        print(f"{error!r}", file=sys.stderr)
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(figures), flush=True)
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        figures = {"failed": reason, "rank": rank}
+        traceback.print_exc()
+    if rank == 0 or "failed" in figures:  # the launcher ends the others, so rank 0 might print nothing
+        sys.stdout.write(json.dumps(figures) + "\n")  # one write: the ranks share the pipe
+        sys.stdout.flush()
     sys.exit("failed" in figures)
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -237,14 +238,23 @@ def trl(bench: Bench) -> None:
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     argv += ["--nproc-per-node", str(options.trl_processes), str(HERE / "_trl_colocate.py")]
     argv += ["--model", bench.model, "--steps", str(options.trl_steps), "--device", options.device]
-    with (bench.fleet.folder / "trl.log").open("wb") as log:
+    path = bench.fleet.folder / "trl.log"
+    with path.open("wb") as log:
         done = subprocess.run(argv, env=bench.fleet.environment, stdout=subprocess.PIPE, stderr=log, text=True)
-    theirs = json.loads(next((line for line in done.stdout.splitlines() if line.startswith("{")), "{}"))
-    bench.tell("trl", "TRL, colocated", theirs or f"exit code {done.returncode}")
+    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    theirs = min(printed, key=lambda each: "failed" not in each, default={})  # the first failure, if there is one
+    bench.tell("trl", "TRL, colocated", theirs or f"exit code {done.returncode}: {last_error(path)}")
     measured = (json.loads(line) for line in (options.out / "gpu.jsonl").read_text().splitlines() if line)
     for run in (each for each in measured if each["figure"] == "run" and "colocate" in each["who"]):
         if theirs.get("s_a_step") and run["value"].get("s_a_step"):
             bench.tell("trl_over_ours", run["who"], round(theirs["s_a_step"] / run["value"]["s_a_step"], 2))
+
+
+def last_error(log: Path) -> str:
+    """What the log of a launcher says of the rank that failed first: the others got its SIGTERM."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    reasons = [line for line in lines if re.search(r"Error: .|Signal (?!15\b)", line)]
+    return reasons[-1] if reasons else "no error in its log"
 
 
 # --- the outer process --------------------------------------------------------------------------------------------
