@@ -67,6 +67,8 @@ class BridgeContext:
     """Of a model over several ranks."""
     engine: InProcessEngine | None = None
     """The inference engine of this process, in modes that sample in it."""
+    served_file: Path | None = None
+    """Where it is noted what inference was sent last, for the next trainer of this run; None: nowhere."""
     is_stopping: Callable[[], bool] = never
     """Checked while waiting for a server: once true, the wait ends as at the time limit."""
 
@@ -78,6 +80,10 @@ class BridgeContext:
 
 def nothing() -> None:
     """Do nothing."""
+
+
+def send_all(versions: range) -> None:
+    """Publish every version that is computed again: inference reads the memory in which it is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +109,10 @@ class BridgeModel:
     where an adapter is merged into the weights that inference reads."""
     asleep_bytes: Callable[[], int] = int
     """What torch counts as allocated although an engine in this process has freed it while it sleeps."""
+    repeat: Callable[[range], None] = send_all
+    """Called before the first publish, with the versions that may be served while steps are repeated from the journal:
+    through the last one, to which it leads. Until that is published, inference may stay at one of them that it has from
+    this run, or sleep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +154,8 @@ class Bridge(Protocol):
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:
         """Make the server serve `version`; `write` copies the new values into the model's trained parameters.
 
-        Returns what was sent; None where nothing was, as between two checkpoints, or where it was not measured.
+        Returns what was sent; None where nothing was, as between two checkpoints or while steps are repeated
+        (`BridgeModel.repeat`), or where it was not measured.
 
         `write` runs under the weight lock where inference reads the same memory. Until the next publish it is called
         again for each server that was restarted: it must write all parameters each time, and look up their storage when

@@ -2,8 +2,8 @@
 
 One loop for every bridge: bridges differ in how weights reach inference, not in what training is. The code is in the
 order in which things happen; the arithmetic is in `step` and in `grpo_engine.algo`. A trainer that was killed repeats
-the steps since its last checkpoint from the journal. Each of them is published again: with shared memory there is no
-choice, and elsewhere it costs one weight update.
+the steps since its last checkpoint from the journal; meanwhile servers with weights of their own stay at the version
+that they have, and a server or engine that takes turns with the trainer sleeps. With shared memory each is published.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def train(
     start = find_start(trainee, attached, journal, save_path, settings)
     step, version, lease = start.step, start.policy_version, start.lease
     recorder.resume_after(start.recorded_through)
-    # Inference may hold weights of an earlier run; from here on it serves this policy.
+    # Inference may hold weights of an earlier run; from here on it serves this policy, or what the journal leads to.
+    attached.repeat(start.repeated)
     bridge.publish(version, trainee.write_weights)
 
     source.register(

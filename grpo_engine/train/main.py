@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -43,7 +44,7 @@ from grpo_engine.train.memory.dry_run import dry_run, log_plan
 from grpo_engine.train.recording.recorder import Recorder
 from grpo_engine.train.recording.trackers import build_trackers
 from grpo_engine.wire.codec import write_json_atomically
-from grpo_engine.wire.run_folder import CHECKPOINTS, SETTINGS_FILE
+from grpo_engine.wire.run_folder import CHECKPOINTS, SERVED_FILE, SETTINGS_FILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -150,6 +151,7 @@ def _lead(
     log_plan(config)
     engine = None if sampling is None else sampling.engine
     context = bridge_context(config, folder / "bridge", ranks=ranks, engine=engine, is_stopping=stop)
+    context = replace(context, served_file=save_path / SERVED_FILE)
     bridge = config.bridge.build(context)
     decode = (load_tokenizer(config.model_name) if tokenizer is None else tokenizer).decode
     reporter = Reporter.from_environment(os.environ)

@@ -1,7 +1,7 @@
 """What a trainer leaves beside its weights, for the trainer and the commands that resume and branch the run.
 
-The trainer writes markers and journal heads. `grpo-tui resume --from` writes `UsedVersions`, which the trainer reads;
-`grpo-tui branch` writes `ParentRun`, which the screen reads.
+The trainer writes markers, journal heads and `ServedNote`. `grpo-tui resume --from` writes `UsedVersions`, which the
+trainer reads; `grpo-tui branch` writes `ParentRun`, which the screen reads.
 """
 
 from __future__ import annotations
@@ -109,6 +109,14 @@ class UsedVersions(Message):
 
     through: int = Field(0, ge=0)
     """The highest of them."""
+
+
+class ServedNote(Message):
+    """What a trainer sent last: a later one sends nothing to servers that still serve it. Absent during an update."""
+
+    policy_version: int = Field(ge=0)
+    updates: dict[str, int]
+    """Of each server by its instance: how many updates it had counted then, so that those of another trainer show."""
 
 
 class ParentRun(Message):

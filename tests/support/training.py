@@ -154,10 +154,11 @@ class ListeningBridge:
     def __init__(self, model: LlamaForCausalLM, *, serves: int = 0) -> None:
         self.model = model
         self.published: list[tuple[int, float]] = []
+        self.repeated: list[range] = []
         self._serves = serves
 
     def attach(self) -> BridgeModel:
-        return attached(self.model, policy_version=self._serves)
+        return attached(self.model, policy_version=self._serves, repeat=self.repeated.append)
 
     def publish(self, version: int, write: Callable[[], None]) -> None:
         write()

@@ -79,7 +79,10 @@ class BroadcastBridge:
         self._members: list[Server] = []
         """Of the present group, which is None where they have to meet again."""
         self._group: WeightGroup | None = None
-        self._version: int | None = None
+        self._version = 0
+        """Of the weights in this process."""
+        self._served: int | None = None
+        """What servers have; where steps are repeated from the journal it may be a later one."""
         self._num_updates = 0
         self._device: torch.device
         self._dtype = ""
@@ -107,25 +110,29 @@ class BroadcastBridge:
                     "on GPUs (without cpu_offload), or both on the CPU"
                 )
         announce_sender(self._sender_file.parent)
-        return unshared_model(model, self._placement, infos)
+        return unshared_model(model, self._placement, infos, self._servers.repeat)
 
-    def publish(self, version: int, write: Callable[[], None]) -> Update:
-        """Write the new values, and send them to all servers that answer."""
+    def publish(self, version: int, write: Callable[[], None]) -> Update | None:
+        """Write the new values, and send them to all servers that answer, unless these have later ones."""
         write()
         self._version = version
+        if self._served is None:
+            self._served = self._servers.kept_version()
+        if self._servers.may_stay(self._served, version):
+            return None
         self._servers.look_for_lost()
         return self._send()
 
     def poll_server(self) -> None:
         """Bring a server that has come back up to date: it answers no request before, so no batch would come."""
-        if self._version is not None and (self._servers.look_for_lost() or self._servers.has_restarted_one()):
+        if self._served is not None and (self._servers.look_for_lost() or self._servers.has_restarted_one()):
             self._send()
 
     def prepare_step(self) -> None:
-        """Wait until a server serves the current version, and send it to all that answer with another one."""
-        if self._version is None:
+        """Wait until a server serves what it was sent; if one that answers does not, send the weights to all."""
+        if self._served is None:
             return
-        if any(not server.is_current(info, self._version) for server, info in self._servers.infos().items()):
+        if any(not server.is_current(info, self._served) for server, info in self._servers.infos().items()):
             self._send()
 
     def close(self) -> None:
@@ -159,12 +166,13 @@ class BroadcastBridge:
         why = ""
         for _ in range(_ATTEMPTS):
             try:
-                group = self._met()
-                update = self._transfer(group)
+                with self._servers.noting(self._version):
+                    update = self._transfer(self._met())
             except BridgeError as error:  # a member has exited
                 why = str(error)
             else:
                 self._num_updates += 1
+                self._served = self._version
                 return update
             logger.warning("version %d did not reach every server: %s", self._version, why)
             self._leave()
@@ -220,7 +228,6 @@ class BroadcastBridge:
         from grpo_engine.bridges.memory.shared_tensors import dtype_from_text
         from grpo_engine.bridges.transport.weight_group import Checksum
 
-        assert self._version is not None
         version = self._version
         dtype = dtype_from_text(self._dtype)
         checksum = Checksum() if self._num_updates % self._check_every == 0 else None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 from pydantic import Field
 
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Mode, Placement, Update
-from grpo_engine.bridges.transport.checkpoint_folder import CheckpointFolder, choose_storage
+from grpo_engine.bridges.transport.checkpoint_folder import CheckpointFolder, choose_storage, newest_checkpoint
 from grpo_engine.bridges.transport.servers import Server, Servers, unshared_model
 from grpo_engine.errors import BridgeError, ConfigError
 from grpo_engine.flags import Flag
@@ -77,7 +77,8 @@ class CheckpointBridge:
         self._written = 0
         """Version of the weights in this process."""
         self._served: int | None = None
-        """Version of the newest checkpoint; None before the first weight update."""
+        """Version of the newest checkpoint; None before the first weight update. Where steps are repeated from the
+        journal it may be a later one than that of the weights."""
         self._control: ServerControl | None = None
         self._checkpoints: CheckpointFolder | None = None
 
@@ -93,15 +94,16 @@ class CheckpointBridge:
             self._compare_models(server.url, info)
         model = self._placement.load()
         self._checkpoints = self._take_folder(on_gpu=next(model.parameters()).is_cuda)
-        return unshared_model(model, self._placement, infos)
+        return unshared_model(model, self._placement, infos, self._servers.repeat)
 
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:
-        """Write the new values; send a checkpoint if one is due."""
+        """Write the new values; send a checkpoint if one is due, and servers do not have a later one."""
         write()
         self._written = version
-        if self._served is None or version - self._served >= self._settings.every_steps:
-            return self._send()
-        return None
+        if self._served is None:
+            self._served = self._left_by_another()
+        is_early = self._served is not None and version - self._served < self._settings.every_steps
+        return None if is_early or self._servers.may_stay(self._served, version) else self._send()
 
     def poll_server(self) -> None:
         """Restart the server after an exit, if this trainer started it; update one among several that is back."""
@@ -156,8 +158,9 @@ class CheckpointBridge:
         if self._control is None or self._served is None:  # no restart for the first: the server has just started
             num_servers = self._reload(self._servers.asked, self._written)
         else:
-            self._control.restart()
-            self._require_restarted()
+            with self._servers.noting(self._written):
+                self._control.restart()
+                self._require_restarted()
         self._served = self._written
         pause_s = time.perf_counter() - began
         self._checkpoints.remove_older()
@@ -172,7 +175,16 @@ class CheckpointBridge:
             answer = server.client.reload(path, version, patience_s=self._servers.patience_s)
             server.served(answer.instance, version)
 
-        return len(self._servers.ask(servers, reload))
+        with self._servers.noting(version):
+            return len(self._servers.ask(servers, reload))
+
+    def _left_by_another(self) -> int | None:
+        """Version of a checkpoint that an earlier trainer of this run has left, where all servers serve it."""
+        from grpo_engine.models.loading import resolve_model
+
+        kept = self._servers.kept_version()
+        left = None if kept is None else newest_checkpoint(self._folder, resolve_model(self._context.model_name))
+        return kept if left is not None and left.policy_version == kept else None
 
     def _compare_models(self, url: str, info: BridgeInfo) -> None:
         from grpo_engine.models.same_model import is_same_model

@@ -308,6 +308,8 @@ class InProcessBridge:
         self._written = 0
         """Version of the trainer's weights."""
         self._served: int | None = None
+        self._repeated = range(0)
+        """See `BridgeModel.repeat`."""
 
     def attach(self) -> BridgeModel:
         """Start the engines, which then sleep, and load the model."""
@@ -321,12 +323,18 @@ class InProcessBridge:
             save=placement.save,
             tensors=placement.tensors,
             asleep_bytes=lambda: self.engines.meter.freed_bytes,
+            repeat=self._repeat,
         )
 
-    def publish(self, version: int, write: Callable[[], None]) -> Update:
-        """Write the new values, and wake the engines; with them, if an update is due."""
+    def publish(self, version: int, write: Callable[[], None]) -> Update | None:
+        """Write the new values, and wake the engines; with them, if an update is due.
+
+        While steps are repeated nothing is sampled, so the engines sleep.
+        """
         write()
         self._written = version
+        if version in self._repeated[:-1]:
+            return None
         engine, began = self.engines.engine, time.perf_counter()
         before, is_due = engine.num_bytes_loaded, self._is_due(version)
         if is_due:
@@ -359,6 +367,9 @@ class InProcessBridge:
 
     def close(self) -> None:
         """Nothing is left by an engine that ends with its process."""
+
+    def _repeat(self, versions: range) -> None:
+        self._repeated = versions
 
     def _is_due(self, version: int) -> bool:
         return self._served is None or version - self._served >= self._every_steps

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Placement, Update
 from grpo_engine.bridges.transport.parameter_store import ParameterStore
+from grpo_engine.bridges.transport.served_file import ServedFile
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.bridges.transport.servers import Servers, unshared_model
 from grpo_engine.errors import BridgeError, PeerUnavailable
@@ -143,6 +144,10 @@ class ParameterServiceBridge:
         self._servers = Servers(context)
         self._store: Store | None = None
         self._pushed: int | None = None
+        """What the store has; where steps are repeated from the journal it may be a later version than the weights'."""
+        self._served_file = ServedFile(context.served_file)
+        self._repeated = range(0)
+        """See `BridgeModel.repeat`."""
 
     def attach(self) -> BridgeModel:
         """Find the servers, load the model, and find or make the store."""
@@ -155,12 +160,15 @@ class ParameterServiceBridge:
             self._store = OwnStore(
                 ParameterStore(self._folder, self._context.server_urls, is_stopping=self._context.is_stopping)
             )
-        return unshared_model(model, self._placement, infos)
+        return unshared_model(model, self._placement, infos, self._repeat)
 
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:
-        """Write the new values; push them if a push is due."""
+        """Write the new values; push them if a push is due, and the store does not have a later version."""
         write()
-        if self._pushed is not None and 0 < version - self._pushed < self._push_every:
+        if self._pushed is None:
+            self._pushed = self._left_by_another()
+        is_early = self._pushed is not None and version - self._pushed < self._push_every
+        if is_early or (self._pushed is not None and version in self._repeated[:-1]):
             return None
         from grpo_engine.models.loading import resolve_model
 
@@ -171,12 +179,14 @@ class ParameterServiceBridge:
             most_bytes=self._placement.max_bytes(),
             pull_every=self._pull_every,
         )
+        self._served_file.remove()
         path = self._store.begin(request)
         self._placement.write(path, path.parent / KEPT)
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         self._store.commit(version)
         self._pushed = version
         states = self._store.states() if self._overlap else self._settled(version)
+        self._served_file.write(version, {state.instance: state.number for state in states})
         servers = [each for state in states for each in state.servers]
         return Update(
             pause_s=max(state.longest_s for state in states),
@@ -197,6 +207,21 @@ class ParameterServiceBridge:
         self._servers.close()
         if self._store is not None:
             self._store.close()
+
+    def _repeat(self, versions: range) -> None:
+        self._repeated = versions
+
+    def _left_by_another(self) -> int | None:
+        """The version that an earlier trainer of this run has pushed, where all services have it."""
+        assert self._store is not None
+        note = self._served_file.read()
+        if note is None or note.policy_version not in self._repeated:
+            return None
+        has_it = [
+            state.policy_version == note.policy_version and note.updates.get(state.instance) == state.number
+            for state in self._store.states()
+        ]
+        return note.policy_version if all(has_it) else None
 
     def _settled(self, version: int) -> list[ParametersState]:
         """The states of all machines once servers have what is due to them.

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, SavedPlacement
+from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, SavedPlacement, send_all
+from grpo_engine.bridges.transport.served_file import ServedFile
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.bridges.transport.server_control import is_listening
 from grpo_engine.errors import BridgeError, PeerUnavailable
@@ -72,6 +73,8 @@ class Servers:
         ]
         self._pool = ThreadPoolExecutor(len(self.all), thread_name_prefix="inference-server")
         self._looked_at = self._compared_at = -_LOOK_EVERY_S
+        self._served_file = ServedFile(context.served_file)
+        self._repeated = range(0)
 
     @property
     def asked(self) -> list[Server]:
@@ -193,6 +196,43 @@ class Servers:
                 return True
         return False
 
+    # --- versions that are computed again ----------------------------------------------------------------------------
+
+    def repeat(self, versions: range) -> None:
+        """See `BridgeModel.repeat`."""
+        self._repeated = versions
+
+    def kept_version(self) -> int | None:
+        """What all of them serve as an earlier trainer of this run has sent it, if they may stay at that."""
+        note = self._served_file.read()
+        if note is None or note.policy_version not in self._repeated:
+            return None
+        version, infos = note.policy_version, self.infos()
+        for info in infos.values():
+            if info.policy_version != version or note.updates.get(info.instance) != info.update_count:
+                return None
+        if len(infos) < len(self.all):
+            return None
+        for server, info in infos.items():
+            server.served(info.instance, version)
+        logger.info("inference serves version %d of this run, and stays at it until a later one is due", version)
+        return version
+
+    def may_stay(self, served: int | None, version: int) -> bool:
+        """Whether servers that have `served` (None: nothing by this trainer) need not be sent `version`."""
+        is_newest = version in self._repeated[-1:]
+        return served is not None and version in self._repeated and (not is_newest or version == served)
+
+    @contextmanager
+    def noting(self, version: int) -> Iterator[None]:
+        """Within, servers are sent a version; which of them serve it is noted for the next trainer."""
+        self._served_file.remove()
+        yield
+        if self._served_file.is_possible:
+            infos = zip(self.all, self._pool.map(_answer_now, self.all), strict=True)
+            current = [info for server, info in infos if info is not None and server.is_current(info, version)]
+            self._served_file.write(version, {info.instance: info.update_count for info in current})
+
     def close(self) -> None:
         """Close all connections."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -223,7 +263,10 @@ def require_same_model(url: str, served: str, trained: str) -> None:
 
 
 def unshared_model(
-    model: PreTrainedModel | PeftModel, placement: SavedPlacement, infos: Iterable[BridgeInfo]
+    model: PreTrainedModel | PeftModel,
+    placement: SavedPlacement,
+    infos: Iterable[BridgeInfo],
+    repeat: Callable[[range], None] = send_all,
 ) -> BridgeModel:
     """What a bridge attaches whose servers have weights of their own, in these versions."""
     return BridgeModel(
@@ -232,4 +275,5 @@ def unshared_model(
         policy_version=max(info.policy_version for info in infos),
         save=placement.save,
         tensors=placement.tensors,
+        repeat=repeat,
     )

@@ -88,6 +88,8 @@ class TurnsBridge:
         self._is_awake = False
         """Whether the server was woken with them."""
         self._num_updates = 0
+        self._repeated = range(0)
+        """See `BridgeModel.repeat`."""
         self._tried_at = -_TRY_EVERY_S
         self._phases, self._meter = PhaseClock(), SleepMeter()
 
@@ -116,13 +118,19 @@ class TurnsBridge:
             num_bytes=self._staging_bytes,
         )
         self._version, self._are_whole = info.policy_version, True
-        return unshared_model(model, self._placement, [info])
+        return unshared_model(model, self._placement, [info], self._repeat)
 
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:
-        """Write the new values, and wake the server with them; one that does not answer gets them once it does."""
+        """Write the new values, and wake the server with them; one that does not answer gets them once it does.
+
+        While steps are repeated the server sleeps; one that is restarted loads between two of them, as ever.
+        """
         self._are_whole = self._is_awake = False
         write()
         self._version, self._are_whole = version, True
+        if version in self._repeated[:-1]:
+            self._give_turn()
+            return None
         return self._try_to_wake()
 
     def poll_server(self) -> None:
@@ -207,8 +215,7 @@ class TurnsBridge:
 
         assert self._staging is not None
         self._phases.ending()
-        self._free_unused()
-        self._turn.give_back()
+        self._give_turn()
         began = time.perf_counter()
         client = self._server.client
         checksum = Checksum() if self._num_updates % self._check_every == 0 else None
@@ -250,13 +257,17 @@ class TurnsBridge:
             phase_times={**self._phases.take(), **self._meter.take()},
         )
 
-    def _free_unused(self) -> None:
+    def _repeat(self, versions: range) -> None:
+        self._repeated = versions
+
+    def _give_turn(self) -> None:
         """Free what torch keeps of the step's memory: the server allocates beside it."""
         if self._device.type == "cuda":
             import torch
 
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
+        self._turn.give_back()
 
     def _done(self, answer: SleepAnswer) -> None:
         """Require that the server has done what was asked.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Start:
     """Last step that the journal holds; `step` where it holds none."""
     recorded_through: int
     """Last step whose records stay valid: later ones have other groups or other settings."""
+    repeated: range
+    """Versions that inference may serve meanwhile; the last is the one to which the journal leads."""
 
 
 def find_start(
@@ -80,8 +82,10 @@ def find_start(
         if attached.is_shared and attached.policy_version > 0:
             trainee.load_untrained()  # the shared memory has weights that an earlier trainer wrote
         checkpoints.seed_everything(trainee.config.seed)  # loading may have drawn random numbers
+    version_saved = version
     journal.forget(through=step)
 
+    used = used_versions(save_path).through
     heads = journal.heads(after=step)
     if heads:
         _compare(save_path / JOURNAL, heads[0].settings, settings)
@@ -90,6 +94,7 @@ def find_start(
     if num_lost := journal.forget_later(last):
         log.warning("the journal has a gap after step %d; %d later steps are lost", last, num_lost)
     highest = max([version, *(head.policy_version + 1 for head in heads)])
+    oldest = _oldest_of_this_way([version_saved, *(head.policy_version for head in heads)], after=used)
     same = len(list(takewhile(lambda head: head.settings == settings, heads)))
     if same < len(heads):
         log.warning("steps %d to %d are repeated under the new settings", step + same + 1, last)
@@ -97,9 +102,10 @@ def find_start(
         journal.restate(_renumbered(heads[same:], first_new, settings))
         version = first_new if same == 0 else version
         highest = max(highest, first_new + len(heads) - same)
-    elsewhere = max(attached.policy_version, used_versions(save_path).through)
+    elsewhere = max(attached.policy_version, used)
     if elsewhere > highest:  # inference has weights of another run, or the run went back
-        version = elsewhere + 1
+        oldest = version = elsewhere + 1
+        highest = version + len(heads)
         journal.restate(_renumbered(journal.heads(after=step), version, settings))
     if heads:
         log.info("steps %d to %d are repeated from the journal", step + 1, last)
@@ -109,6 +115,8 @@ def find_start(
         lease=lease,
         journaled_through=last,
         recorded_through=step + same,
+        # Under new settings each version is measured, so it must be served.
+        repeated=range(oldest, highest + 1) if same == len(heads) else range(version, version + 1),
     )
 
 
@@ -173,6 +181,16 @@ def _compare(where: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
         )
     if changes:
         log.warning("%s: settings have changed: %s", where, ", ".join(changes.values()))
+
+
+def _oldest_of_this_way(versions: list[int], *, after: int) -> int:
+    """The oldest version from which the last of `versions` follows: they are consecutive, unless some were renumbered.
+
+    Args:
+        after: the highest version that was set aside.
+    """
+    later = [two for one, two in pairwise(versions) if two > one + 1]
+    return max([after + 1 if after else 0, *later[-1:]])
 
 
 def _renumbered(heads: list[JournalHead], version: int, settings: Mapping[str, Any]) -> list[JournalHead]:

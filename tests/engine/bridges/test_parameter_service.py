@@ -209,7 +209,9 @@ class Service:
         self.process.wait()
 
 
-def bridge_of(service: Service, servers: list[Serving], folder: Path, *others: Service) -> Bridge:
+def bridge_of(
+    service: Service, servers: list[Serving], folder: Path, *others: Service, served_file: Path | None = None
+) -> Bridge:
     urls = tuple(each.url for each in servers)
     return make_bridge(
         {"mode": "parameter_service"},
@@ -218,6 +220,7 @@ def bridge_of(service: Service, servers: list[Serving], folder: Path, *others: S
         folder,
         server_urls=urls,
         parameter_urls=(service.url, *(each.url for each in others)),
+        served_file=served_file,
     )
 
 
@@ -252,6 +255,30 @@ def test_servers_that_start_have_the_newest_version_without_the_trainer_and_over
         end_all([service.process])
         for each in servers:
             each.close()
+
+
+@pytest.mark.slow
+def test_a_service_keeps_its_version_while_the_next_trainer_repeats_those_that_lead_to_it(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    server = Serving(model_folder, tmp_path)
+    service = Service(tmp_path, "--server-urls", server.url)
+    try:
+        server.start()
+        for newest, sent in ((5, [5]), (6, [6]), (7, [2, 7])):
+            if newest == 7:  # a service that was started again has another instance
+                service.kill()
+                service.start()
+            with closing(bridge_of(service, [server], tmp_path, served_file=tmp_path / "served.json")) as bridge:
+                attached = bridge.attach()
+                attached.repeat(range(1, newest + 1))
+                versions = [newest] if newest == 5 else [2, 3, 4, newest]
+                updates = {version: bridge.publish(version, shift(attached.model, version)) for version in versions}
+                assert [version for version, update in updates.items() if update is not None] == sent
+                assert_agreement(server.now, attached.model.eval(), newest)
+    finally:
+        end_all([service.process])
+        server.close()
 
 
 @pytest.mark.slow

@@ -81,6 +81,18 @@ def test_a_step_without_an_update_is_followed_by_samples_of_the_same_version(ser
     assert_agreement(server.now, model, 1)
 
 
+def test_the_server_sleeps_while_steps_are_repeated_from_the_journal(server: Serving, bridge: Bridge) -> None:
+    attached = bridge.attach()
+    model = attached.model.eval()
+    attached.repeat(range(4))
+    for version in (1, 2):
+        assert bridge.publish(version, shift(model, version)) is None
+        assert state_of(server) == "asleep"
+        bridge.prepare_step()
+    assert bridge.publish(3, shift(model, 3)) is not None
+    assert_agreement(server.now, model, 3)
+
+
 def test_weights_that_are_larger_than_the_staging_memory_arrive_in_parts(server: Serving, tmp_path: Path) -> None:
     context = bridge_context(server.model, server.url, tmp_path)
     bridge = TurnsBridge(context, OwnModel(context), handover=None, staging_bytes=4000, check_every=1)

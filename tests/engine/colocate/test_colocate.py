@@ -14,16 +14,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from bridging import bridge_context
+from serving import shift
 
 from grpo_engine.aliases import run_colocated_grpo
 from grpo_engine.bridges.engine import Layer
-from grpo_engine.bridges.transport.in_process import PHASE_MEMORY, PHASES, EngineState, StatefulEngine
+from grpo_engine.bridges.placement.own import OwnModel
+from grpo_engine.bridges.transport.in_process import (
+    PHASE_MEMORY,
+    PHASES,
+    EngineOfRanks,
+    EngineState,
+    InProcessBridge,
+    StatefulEngine,
+)
 from grpo_engine.colocate.config import TrainerConfig
 from grpo_engine.colocate.main import engine_of, run
 from grpo_engine.colocate.rounds import RoundInference, shares
 from grpo_engine.errors import BridgeError, ConfigError
 from grpo_engine.flags import parse_flags, to_flags
 from grpo_engine.models.loading import load_model
+from grpo_engine.ranks.group import RankGroup
 from grpo_engine.server.engine import Generation
 from grpo_engine.server.vllm.in_process import VllmInProcess
 from grpo_engine.train.memory.plan import Card
@@ -88,6 +99,23 @@ def test_an_engine_samples_again_only_when_it_was_woken_in_order_with_all_weight
     )
     assert measured.keys() == set(PHASE_MEMORY.values())
     assert all(0.01 < used_gb < 100 for used_gb in measured.values())
+
+
+def test_engines_sleep_while_steps_are_repeated_from_the_journal(model_folder: Path, tmp_path: Path) -> None:
+    placement = OwnModel(bridge_context(model_folder, "http://127.0.0.1:1", tmp_path))
+    own = engine_of(settings(model_folder, tmp_path).own_server)
+    engines = EngineOfRanks(own, placement.stream, RankGroup(), is_partial=False)
+    bridge = InProcessBridge(placement, engines, every_steps=1)
+    attached = bridge.attach()
+    attached.repeat(range(4))
+    for version in (1, 2):
+        assert bridge.publish(version, shift(attached.model, version)) is None
+        assert (engines.engine.state, engines.engine.num_bytes_loaded) == (EngineState.ASLEEP, 0)
+        bridge.prepare_step()
+    update = bridge.publish(3, shift(attached.model, 3))
+    assert update is not None
+    assert update.num_bytes > 0
+    assert (engines.engine.state, engines.engine.policy_version) == (EngineState.AWAKE, 3)
 
 
 def test_ranks_sample_about_as_many_tokens_each() -> None:

@@ -240,6 +240,7 @@ def test_under_other_settings_the_steps_since_the_checkpoint_are_repeated_under_
     bridge = cut_off.resume(lr=3e-2)
     assert "lr 0.01 → 0.03" in caplog.text
     assert [version for version, _ in bridge.published] == [6, 7, 8, 9, 10]
+    assert bridge.repeated == [range(6, 7)]  # each version is measured, so it must be served
     assert [(step, version) for step, version, _ in curve(tmp_path)] == [
         *((step, step) for step in (1, 2, 3)),
         *((step, step + 3) for step in (4, 5, 6, 7)),
@@ -251,7 +252,9 @@ def test_under_other_settings_the_steps_since_the_checkpoint_are_repeated_under_
 def test_a_longer_run_at_a_constant_rate_repeats_its_steps_as_they_were(cut_off: CutOffRun) -> None:
     before = cut_off.bridge.published[-2:]
     post(cut_off.url, batches(1))
-    assert cut_off.resume(training_steps=8).published[1:3] == before
+    bridge = cut_off.resume(training_steps=8)
+    assert bridge.published[1:3] == before
+    assert bridge.repeated == [range(6)]
 
 
 def test_weights_of_another_trainer_in_the_server_change_the_versions_and_nothing_else(cut_off: CutOffRun) -> None:
@@ -259,6 +262,7 @@ def test_weights_of_another_trainer_in_the_server_change_the_versions_and_nothin
     bridge = cut_off.resume()
     assert [version for version, _ in bridge.published] == [41, 42, 43, 44, 45]
     assert bridge.published[1][1] == cut_off.bridge.published[4][1]
+    assert bridge.repeated == [range(41, 44)]
 
 
 def test_a_state_that_does_not_fit_is_refused_with_what_is_different(cut_off: CutOffRun) -> None:
@@ -345,6 +349,20 @@ def test_steps_after_a_gap_in_the_journal_are_logged_as_lost(
     cut_off.resume()
     assert "the journal has a gap after step 3;" in caplog.text
     assert [step for step, _, _ in curve(tmp_path)] == list(range(1, 8))
+
+
+def test_what_was_served_before_steps_got_new_versions_does_not_lead_to_the_present_weights(
+    cut_off: CutOffRun,
+) -> None:
+    class KilledAtOnce(Recorder):
+        def step(self, step: int, *arguments: Any) -> None:
+            raise Killed
+
+    config = cut_off.config.model_copy(update={"lr": 3e-2})
+    recorder = KilledAtOnce(cut_off.folder, total_steps=7, show_times=False)
+    with pytest.raises(Killed):
+        train_once(cut_off.url, cut_off.folder, ListeningBridge(small_model(), serves=5), config, recorder)
+    assert cut_off.resume(lr=3e-2).repeated == [range(6, 9)]
 
 
 def test_every_setting_that_may_change_on_resume_exists() -> None:
@@ -520,6 +538,7 @@ def test_steps_after_a_way_back_get_versions_that_no_weights_had(tmp_path: Path)
     bridge = ListeningBridge(small_model())
     train_in(tmp_path, settings(training_steps=5), ListedSource(batches[4:]), bridge)
     assert [version for version, _ in bridge.published] == [12, 13]
+    assert bridge.repeated == [range(10, 13)]
     used.write_text("{")
     with pytest.raises(CheckpointError, match=r"used_versions.json: unreadable .* policy version in metrics-set"):
         train_in(tmp_path, settings(training_steps=6), ListedSource([]))
