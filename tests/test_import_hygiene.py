@@ -66,6 +66,7 @@ def test_the_terminal_side_and_every_setting_load_without_torch() -> None:
         ("grpo_tui.cli", {"textual", "httpx", "pynvml"}),
         ("grpo_tui.supervisor.daemon", {"textual", "typer", "rich"}),
         ("grpo_engine.algo.loss", {"transformers", "pydantic", "httpx"}),
+        ("grpo_engine.server.main", {"numpy"}),  # with torch it starts threads, unless `preload` forbids it before
     ],
 )
 def test_a_part_of_the_program_loads_nothing_of_another(module: str, unwanted: set[str]) -> None:

@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 
 from grpo_engine.bridges.memory.shared_names import LeftAdapter, newest_adapter, run_of
 from grpo_engine.errors import GrpoError, ModelError, first_of
-from grpo_engine.models.loading import resolve_model
 from grpo_engine.models.same_model import is_same_model
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.wire.codec import open_file, read_whole, shortened
@@ -62,6 +61,8 @@ def check_adapter(
     Raises:
         ModelError: the adapter cannot be served.
     """
+    from grpo_engine.models.loading import resolve_model
+
     config = read_config(path)
     rank = _checked_rank(path, config, max_rank)
     if problems := [words for name, words in _UNSERVED.items() if config.get(name)]:
