@@ -78,6 +78,11 @@ class GroupTap:
         return Counter(group for post in list(self._accepted) for group in self._posts[post])
 
     @property
+    def sent(self) -> list[Fingerprint]:
+        """All groups, in the order in which they were sent first."""
+        return [group for groups in list(self._posts.values()) for group in groups]
+
+    @property
     def unanswered(self) -> Counter[Fingerprint]:
         """Groups of posts without such an answer: the API may have them or not."""
         return Counter(

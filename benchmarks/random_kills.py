@@ -1,15 +1,16 @@
 """Kills random processes of an asynchronous training run on a Ray cluster, and counts its steps and groups afterwards.
 
-    .venv/bin/python benchmarks/random_kills.py [--seconds 600] [--seed 1] [--buffer once] [--json]
+    .venv/bin/python benchmarks/random_kills.py [--seconds 600] [--seed 1] [--buffer once] [--capacity 64] [--json]
 
 A private cluster of three raylets on this host runs the trainer and the inference server; environment and rollout API
 run beside the supervisor. At random moments one process is killed (`kill -9`): of a service, of Ray, of ours, or all at
 once, as by a reboot; each kind once in a random order, then again. One kill in four comes before the run has recovered
 from the one before. This program does what a user would: it attaches where there is no supervisor, and resumes where
 the run has ended. Then the run trains to its end, and these must hold: each step is in the curve once; every group that
-the rollout API accepted was trained as often as its buffer promises: exactly once (`once`, and `window`, which never is
-full here), or four times (`replay`); those that are still queued as often as the store says. No process, port, shared
-memory or temporary file is left. Else the exit code is 1, and the folder of the run is kept.
+the rollout API accepted was trained as often as its buffer promises: exactly once (`once`, and `window`, which is never
+full here), or four times (`replay`); those that are still queued as often as the store says. With `--capacity` a window
+is full most of the time: a group is then trained once, or not at all where as many others followed as the window
+holds. No process, port, shared memory or temporary file is left. Else the exit code is 1, and the folder is kept.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import shutil
@@ -232,6 +234,12 @@ class Ordeal:
 
 def main() -> int:
     options = flags().parse_args()
+    if options.capacity is not None and (
+        options.buffer != "window" or options.capacity < 2 * BATCH_GROUPS * GROUP_SIZE
+    ):
+        raise SystemExit(
+            f"--capacity {options.capacity}: is for --buffer window, and two batches fit in any: 64 at least"
+        )
     folder = Path(tempfile.mkdtemp(prefix="grk-"))
     faults: list[str] = []
     try:
@@ -253,7 +261,7 @@ def torment(place: Workplace, options: argparse.Namespace, faults: list[str]) ->
     """Run, kill, end and count; what does not hold is added to `faults`."""
     api, server, tap = free_ports(3)
     place.ports += [api, server]
-    place.profile(profile(api, server, tap, options.buffer))
+    place.profile(profile(api, server, tap, options))
     ordeal = Ordeal(place=place, rng=random.Random(options.seed))
     with GroupTap(tap, api) as groups:
         ordeal.begin()
@@ -282,11 +290,12 @@ def torment(place: Workplace, options: argparse.Namespace, faults: list[str]) ->
     versions = [line.policy_version for line in metrics(ordeal.folder)]
     if versions != sorted(set(versions)):
         faults.append(f"policy versions do not rise: {versions}")
-    counts = count(ordeal.folder, groups, options.buffer, faults)
+    counts = count(ordeal.folder, groups, options, faults)
     return {
         "seed": options.seed,
         "seconds": options.seconds,
         "buffer": options.buffer,
+        "capacity": options.capacity,
         "steps": len(steps),
         "groups": counts,
         "commands": dict(ordeal.commands),
@@ -294,15 +303,19 @@ def torment(place: Workplace, options: argparse.Namespace, faults: list[str]) ->
     }
 
 
-def count(folder: Path, tap: GroupTap, buffer: str, faults: list[str]) -> dict[str, int]:
+def count(folder: Path, tap: GroupTap, options: argparse.Namespace, faults: list[str]) -> dict[str, int]:
     """Compare the groups that were accepted, trained, and left in the store."""
     lines = [RolloutLine.model_validate_json(line) for line in (folder / ROLLOUTS_FILE).read_text().splitlines()]
     trained = Counter(trained_fingerprint(line) for line in lines)
     in_steps = Counter((line.step, trained_fingerprint(line)) for line in lines)
     stored = dict(stored_groups(folder / ROLLOUT_STORE))
     queued = Counter(stored.keys())
-    promised = {group: stored.get(group, MOST_USES[buffer]) for group in tap.accepted | trained | queued}
-    lost = Counter(group for group in tap.accepted | queued if trained[group] < promised[group])
+    promised = {group: stored.get(group, MOST_USES[options.buffer]) for group in tap.accepted | trained | queued}
+    num_held = math.inf if options.capacity is None else options.capacity // GROUP_SIZE
+    num_later = {group: num for num, group in enumerate(reversed(tap.sent))}
+    missing = Counter(group for group in tap.accepted | queued if trained[group] < promised[group])
+    replaced = Counter(group for group in missing if group not in stored and num_later[group] >= num_held)
+    lost = missing - replaced
     twice = Counter(group for group, uses in trained.items() if uses > promised[group])
     twice += Counter({group: uses for (_, group), uses in in_steps.items() if uses > 1})
     strangers = trained.keys() - tap.accepted.keys() - tap.unanswered.keys()
@@ -311,6 +324,7 @@ def count(folder: Path, tap: GroupTap, buffer: str, faults: list[str]) -> dict[s
         "trained": trained.total(),
         "queued at the end": queued.total(),
         "accepted without an answer": ((trained | queued) & tap.unanswered).total(),
+        "replaced by newer ones": replaced.total(),
         "lost, or trained too seldom": lost.total(),
         "trained too often": len(twice),
         "never accepted": len(strangers),
@@ -318,6 +332,8 @@ def count(folder: Path, tap: GroupTap, buffer: str, faults: list[str]) -> dict[s
     for name in ("lost, or trained too seldom", "trained too often", "never accepted"):
         if counts[name]:
             faults.append(f"{counts[name]} groups: {name}")
+    if options.capacity is not None and not replaced:
+        faults.append(f"the window of {options.capacity} sequences was never full: use a smaller --capacity")
     whole = {step: number for step, number in Counter(line.step for line in lines).items() if number != BATCH_GROUPS}
     if whole:
         faults.append(f"steps with another number of groups than {BATCH_GROUPS}: {whole}")
@@ -420,9 +436,11 @@ def told(summary: dict[str, Any]) -> Iterator[str]:
     yield from (f"FAULT: {fault}" for fault in summary["faults"])
 
 
-def profile(api: int, server: int, tap: int, buffer: str) -> str:
+def profile(api: int, server: int, tap: int, options: argparse.Namespace) -> str:
     """As `tiny-ray`, with small batches, all groups recorded, and restarts without a limit."""
     often = 'restart = "on-failure"\nmax_restarts = 1000\nbackoff_s = 0.2\n'
+    capacity = "" if options.capacity is None else f"buffer_capacity = {options.capacity}"
+    ahead = 2 if options.capacity is None else 2 * math.ceil(options.capacity / (BATCH_GROUPS * GROUP_SIZE))
     return f"""
 [cluster]
 kind = "ray"
@@ -442,7 +460,8 @@ every_steps = 2
 [services.api]
 kind = "rollout_api"
 port = {api}
-buffer = "{buffer}"
+buffer = "{options.buffer}"
+{capacity}
 {often}
 [services.vllm]
 kind = "inference"
@@ -458,7 +477,7 @@ kind = "environment"
 task = "sort6"
 group_size = {GROUP_SIZE}
 max_tokens = 8
-max_batches_offpolicy = 2
+max_batches_offpolicy = {ahead}
 rollout_server_url = "http://127.0.0.1:{tap}"
 needs = {{ api = "ready", vllm = "ready" }}
 {often}
@@ -484,6 +503,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=600.0, help="of kills")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--buffer", choices=list(MOST_USES), default="once")
+    parser.add_argument("--capacity", type=int, help="of a window, in sequences, so that it is full; 64 at least")
     parser.add_argument("--json", action="store_true", help="the summary as JSON on stdout, kills on stderr")
     return parser
 

@@ -9,15 +9,16 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 from workplace import Workplace, service, until
 
-from grpo_engine.wire.supervisor import ServiceState
+from grpo_engine.wire.supervisor import RunStatus, ServiceState
 from grpo_tui.keeper_process import Stat
 from grpo_tui.profile.cluster import has_ray
-from grpo_tui.supervisor.keeper.proc import command_line, identify
+from grpo_tui.supervisor.keeper.proc import command_line, identify, marker
 
 pytestmark = [
     pytest.mark.skipif(not has_ray(), reason="Ray is not installed"),
@@ -73,6 +74,38 @@ def test_a_request_without_the_certificate_of_the_cluster_ends_nothing(place: Wo
     assert all(identify(pid) is not None for pid in pids_of_ray)
     assert place.service("ray").attempt == 1
     place.succeed("down", limit_s=200)
+
+
+def test_the_end_of_a_cluster_and_a_killed_head_are_nothing_to_another_one_beside_it(place: Workplace) -> None:
+    one_machine = CLUSTER.replace("machines = 2", "machines = 1")
+    runs = []
+    for profile, name in (("p", "a"), ("q", "b")):
+        place.profile(one_machine, placed(name), name=profile)
+        flags = ("--detach", "--wait", "ready", "--timeout", "300")
+        runs.append(place.succeed("up", "--profile", profile, *flags, limit_s=400).strip())
+    (own, other) = (place.folder / "logs" / run for run in runs)
+
+    def status(run: str) -> RunStatus:
+        return RunStatus.model_validate_json(place.succeed("status", run, "--json"))
+
+    def is_ready(run: str) -> bool:
+        return all(each.state is ServiceState.READY for each in status(run).services)
+
+    def is_of(folder: Path, pid: int) -> bool:
+        mark = marker(pid)
+        return mark is not None and mark.run_folder == str(folder)
+
+    before = {each.name: (each.pid, each.attempt) for each in status(runs[1]).services}
+    (head,) = [each for each in processes(place, "gcs_server") if is_of(own, each.pid)]
+    kill(head)
+    until(lambda: len(re.findall(r"^up \d+$", (own / "a.log").read_text(), re.MULTILINE)) == 2 and is_ready(runs[0]))
+    place.succeed("down", runs[0], limit_s=200)
+    until(lambda: not any(is_of(own, each.pid) for each in place.survivors()))
+    assert is_ready(runs[1])
+    assert {each.name: (each.pid, each.attempt) for each in status(runs[1]).services} == before
+    assert len(re.findall(r"^up \d+$", (other / "b.log").read_text(), re.MULTILINE)) == 1
+    place.succeed("down", runs[1], limit_s=200)
+    assert not place.survivors()
 
 
 def test_kills_cost_what_ran_there_and_nothing_is_left(place: Workplace) -> None:

@@ -6,6 +6,8 @@
 - A post of a stock environment without an answer may or may not be stored, and its repetition cannot be told from
   another group: it is delivered at most once for each time that it was sent. Here each attempt has its own name.
 - A trainer that acknowledges leases gets every group in exactly one lease; one that is offered again has the same id.
+- A window gives up its oldest groups for new ones, and nothing else: each group is delivered at most once, and what is
+  neither delivered nor queued was followed by as many others as the window holds.
 - A stock trainer acknowledges by asking again, which says nothing about a batch whose answer a kill cut off. After a
   restart the last batch is offered again: a group is delivered twice only in the last batch before a kill.
 
@@ -36,6 +38,8 @@ pytestmark = pytest.mark.slow
 
 NUM_KILLS = int(os.environ.get("ROLLOUT_KILLS", "4"))
 BATCH_SIZE = 8
+WINDOW = ("--buffer", "window", "--buffer-capacity", "32")
+CAPACITY = 32
 
 
 def named_group(name: str, num_sequences: int, num_characters: int) -> dict[str, Any]:
@@ -54,8 +58,11 @@ class Load:
     url: str
     seed: int
     is_over: bool = False
-    accepted: set[str] = field(default_factory=set)
-    """Answered with 200."""
+    accepted: dict[str, int] = field(default_factory=dict)
+    """Sequences of the groups that were answered with 200, in the order of the answers."""
+    num_sent_before: dict[str, int] = field(default_factory=dict)
+    """Of all clients, how many sequences when a group was sent first."""
+    num_sent: int = 0
     unanswered: set[str] = field(default_factory=set)
     """Sent by a stock environment, and perhaps stored."""
     batches: list[list[str]] = field(default_factory=list)
@@ -66,8 +73,10 @@ class Load:
         return httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=30)
 
     def a_group(self, chance: random.Random) -> dict[str, Any]:
-        size = chance.choice([1, 2, 4])
-        return named_group(secrets.token_hex(8), size, chance.choice([0, 0, 2_000, 100_000]))
+        size, name = chance.choice([1, 2, 4]), secrets.token_hex(8)
+        self.num_sent_before[name] = self.num_sent
+        self.num_sent += size
+        return named_group(name, size, chance.choice([0, 0, 2_000, 100_000]))
 
     async def our_environment(self, number: int) -> None:
         """Sends one or several groups under a number until they are answered."""
@@ -77,7 +86,7 @@ class Load:
             while not self.is_over:
                 groups = [self.a_group(chance) for _ in range(chance.choice([1, 1, 3]))]
                 await api.post([ScoredGroup.model_validate(each) for each in groups])
-                self.accept(*names(groups))
+                self.accept(*groups)
 
     async def stock_environment(self, number: int) -> None:
         """Sends each group once."""
@@ -92,10 +101,10 @@ class Load:
                     await asyncio.sleep(0.01)  # requests without a pause would slow its restart
                     continue
                 assert answer.status_code == 200, answer.text
-                self.accept(*names([each]))
+                self.accept(each)
 
-    def accept(self, *accepted: str) -> None:
-        self.accepted.update(accepted)
+    def accept(self, *accepted: dict[str, Any]) -> None:
+        self.accepted |= {name: len(each["tokens"]) for each in accepted for name in names([each])}
         self.has_accepted.set()
 
     async def explicit_trainer(self) -> None:
@@ -157,38 +166,51 @@ async def kill_repeatedly(api: ApiProcess, load: Load, num_kills: int) -> None:
         await asyncio.to_thread(api.wait_until_ready)
 
 
+async def register(load: Load) -> None:
+    async with load.client() as http:
+        run = {**REGISTRATION, "batch_size": BATCH_SIZE, "num_steps": 0}
+        (await http.post("/register", json=run)).raise_for_status()
+
+
 async def run_load(api: ApiProcess, load: Load, trainer: Awaitable[None]) -> None:
     """Run environments and a trainer during the kills, until no batch can form."""
+    await register(load)
+    environments = [load.our_environment(number) for number in range(2)]
+    environments += [load.stock_environment(number) for number in range(2)]
+    async with asyncio.TaskGroup() as clients:
+        producing = [clients.create_task(environment) for environment in environments]
+        training = clients.create_task(trainer)
+        await kill_repeatedly(api, load, NUM_KILLS)
+        load.is_over = True
+        await asyncio.gather(*producing)
+        await training
+
+
+async def num_queued(load: Load) -> int:
+    """Sequences that wait in the API."""
     async with load.client() as http:
-        (
-            await http.post("/register", json={**REGISTRATION, "batch_size": BATCH_SIZE, "num_steps": 0})
-        ).raise_for_status()
-        environments = [load.our_environment(number) for number in range(2)]
-        environments += [load.stock_environment(number) for number in range(2)]
-        async with asyncio.TaskGroup() as clients:
-            producing = [clients.create_task(environment) for environment in environments]
-            training = clients.create_task(trainer)
-            await kill_repeatedly(api, load, NUM_KILLS)
-            load.is_over = True
-            await asyncio.gather(*producing)
-            await training
-        # Whole groups that do not add up wait for others.
-        waiting = (await http.get("/status")).json()["queued_sequences"]
-        for _ in range(-waiting % BATCH_SIZE):
+        return int((await http.get("/status")).json()["queued_sequences"])
+
+
+async def fill_up(load: Load) -> None:
+    """Add what whole groups that do not add up wait for."""
+    async with load.client() as http:
+        for _ in range(-await num_queued(load) % BATCH_SIZE):
             each = named_group(secrets.token_hex(8), 1, 0)
             (await http.post("/scored_data", json=each)).raise_for_status()
-            load.accept(*names([each]))
+            load.accept(each)
 
 
 async def test_an_explicit_client_gets_each_accepted_group_exactly_once(tmp_path: Path) -> None:
     with api_process(tmp_path) as api:
         load = Load(api.url, seed=1)
         await run_load(api, load, load.explicit_trainer())
+        await fill_up(load)
         await load.explicit_trainer()
     times = Counter(name for batch in load.batches for name in batch)
     assert set(times.values()) == {1}
-    assert load.accepted <= times.keys()
-    assert times.keys() <= load.accepted | load.unanswered
+    assert load.accepted.keys() <= times.keys()
+    assert times.keys() <= load.accepted.keys() | load.unanswered
     assert len(load.accepted) > 20 * NUM_KILLS
 
 
@@ -197,10 +219,48 @@ async def test_a_stock_client_gets_groups_twice_only_after_a_kill(tmp_path: Path
     with api_process(tmp_path) as api:
         load = Load(api.url, seed=2)
         await run_load(api, load, load.stock_trainer())
+        await fill_up(load)
         await load.stock_trainer()
     times = Counter(name for batch in load.batches for name in batch)
-    assert load.accepted <= times.keys()
-    assert times.keys() <= load.accepted | load.unanswered
+    assert load.accepted.keys() <= times.keys()
+    assert times.keys() <= load.accepted.keys() | load.unanswered
     repeated = [batch for batch in load.batches if times[batch[0]] > 1]
     assert all(times[name] == times[batch[0]] for batch in repeated for name in batch), "batches come again whole"
     assert len(load.batches) - len({tuple(batch) for batch in load.batches}) <= 2 * NUM_KILLS
+
+
+async def test_a_window_that_was_killed_while_it_gave_up_groups_has_exactly_the_newest(tmp_path: Path) -> None:
+    with api_process(tmp_path, *WINDOW) as api:
+        load = Load(api.url, seed=3)
+        await register(load)
+        async with asyncio.TaskGroup() as clients:
+            clients.create_task(load.our_environment(0))  # alone, so that the order of groups is that of the answers
+            await kill_repeatedly(api, load, NUM_KILLS)
+            load.is_over = True
+        newest: dict[str, int] = {}
+        for name, size in reversed(load.accepted.items()):
+            if sum(newest.values()) + size > CAPACITY:
+                break
+            newest[name] = size
+        api.restart()  # nothing is posted after it that would give up again what came back
+        assert sum(load.accepted.values()) > 4 * CAPACITY
+        assert await num_queued(load) == sum(newest.values())
+        await load.explicit_trainer()
+        delivered = [name for batch in load.batches for name in batch]
+        assert len(delivered) == len(set(delivered))
+        assert set(delivered) <= newest.keys()
+        assert sum(newest[name] for name in delivered) + await num_queued(load) == sum(newest.values())
+
+
+@pytest.mark.extended("the test above, and test_rollouts_buffer.py has windows, trainers and kills")
+async def test_a_window_under_load_delivers_no_group_twice_and_keeps_the_last_ones(tmp_path: Path) -> None:
+    with api_process(tmp_path, *WINDOW) as api:
+        load = Load(api.url, seed=4)
+        await run_load(api, load, load.explicit_trainer())
+        num_left = await num_queued(load)
+    times = Counter(name for batch in load.batches for name in batch)
+    assert set(times.values()) == {1}
+    assert times.keys() <= load.accepted.keys() | load.unanswered
+    missing = {name: load.num_sent - load.num_sent_before[name] for name in load.accepted.keys() - times.keys()}
+    assert len(missing) > 20
+    assert sum(load.accepted[name] for name, num_since in missing.items() if num_since <= CAPACITY) <= num_left
