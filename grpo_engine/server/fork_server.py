@@ -2,7 +2,8 @@
 
     SIGHUP            ends the inference server with all its descendants, and forks the next one ("restart in place")
     SIGTERM, SIGINT   are passed on; the second one kills the inference server
-    When the inference server exits, the fork server exits with the same code or signal: its supervisor starts it cold
+    When the inference server exits, the fork server exits with the same code or signal: its supervisor starts it cold.
+    When it was killed, the fork server tells the supervisor, and waits a few seconds for SIGHUP before it exits
 
 A process can be forked safely while it has one thread and has not initialised CUDA. So the fork server has no event
 loop and no model, and sleeps in `poll`. Where an import leaves a thread behind, inference servers are started as
@@ -63,6 +64,9 @@ _KILL_WITHIN_S = 10.0
 _FORK_SAFE_THREAD = re.compile(r"cuda[0-9a-f]{11}|jemalloc_bg_thd")
 """The thread that NVML leaves after it was asked for the GPUs (driver 580), which waits for events and holds no lock;
 and jemalloc's, which jemalloc ends before a fork and starts on both sides after it."""
+_ASKED_WITHIN_S = 30.0
+"""For the supervisor to ask for the next server after one was killed: it ends the services that follow it first, or may
+be gone itself."""
 _CUDA_DRIVER, _CUDA_NOT_INITIALIZED = "libcuda.so.1", 3
 
 logger = logging.getLogger(__name__)
@@ -91,6 +95,8 @@ class ForkServer:
         """PID of the current inference server."""
         self._exit_code: int | None = None
         """Of the current inference server, negative for a signal; None while it runs."""
+        self._is_stopping = False
+        """Whether the current inference server was asked to stop when it ended."""
         self._wakeup = -1
         self._signals: deque[int] = deque()
         """Signals that arrived and were not handled yet."""
@@ -118,7 +124,7 @@ class ForkServer:
                 elif self._fork():
                     _exit_without_cleanup(self._serve(self._config, self._listener))
                 self._exit_code = None
-                restarts = self._run_server()
+                restarts = self._run_server() or self._is_asked_after_a_kill()
             if not restarts:
                 return self._exit_like_server()
             self._finish_restart()
@@ -200,7 +206,26 @@ class ForkServer:
                     if self._exit_code is None:
                         os.kill(self._server, signal.SIGKILL if is_stopping else signal.SIGTERM)
                     is_stopping = True
+        self._is_stopping = is_stopping
         self._kill_descendants()
+        return False
+
+    def _is_asked_after_a_kill(self) -> bool:
+        """Tell the supervisor of a server that was killed, and wait for it; whether it asks for the next server."""
+        if self._restarts_file is None or self._is_stopping or self._exit_code != -signal.SIGKILL:
+            return False
+        refuse_connections(self._listener)
+        logger.error("Fork server: the inference server (pid %d) was killed by SIGKILL", self._server)
+        self._report(killed_by=signal.SIGKILL.name)
+        deadline = time.monotonic() + _ASKED_WITHIN_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            self._wait(left_s)
+            while self._signals:
+                match self._signals.popleft():
+                    case signal.SIGHUP:
+                        return True
+                    case signal.SIGTERM | signal.SIGINT:
+                        return False
         return False
 
     def _lost_terminal(self) -> bool:
@@ -268,12 +293,16 @@ class ForkServer:
         """Tell the supervisor that only the next inference server answers from here on."""
         logger.info(FORK_SERVER_RESTARTS.text)
         self._num_restarts += 1
+        self._report()
+
+    def _report(self, killed_by: str | None = None) -> None:
         if self._restarts_file is None:
             return
+        now = Restarts(pid=os.getpid(), num_restarts=self._num_restarts, killed_by=killed_by)
         try:
-            write_json_atomically(self._restarts_file, Restarts(pid=os.getpid(), num_restarts=self._num_restarts))
+            write_json_atomically(self._restarts_file, now)
         except OSError as error:  # a full disk: the supervisor then stops and starts this service after its grace
-            logger.warning("%s: cannot count the restart: %s", self._restarts_file, error.strerror)
+            logger.warning("%s: cannot tell the supervisor: %s", self._restarts_file, error.strerror)
 
     def _exit_like_server(self) -> int:
         """The exit code of the inference server; does not return where a signal ended it."""

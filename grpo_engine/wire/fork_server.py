@@ -13,9 +13,12 @@ RESTART_SIGNAL = signal.SIGHUP
 class Restarts(Message):
     """Written by the fork server when the last inference server has no process left; read by the supervisor.
 
-    Once the file has changed, only the next inference server answers requests.
+    Once the file has changed, only the next inference server answers requests, if there is one: see `killed_by`.
     """
 
     pid: int
     """Of the fork server."""
     num_restarts: int
+    killed_by: str | None = None
+    """The signal that ended the inference server, e.g. `SIGKILL`: the fork server waits to be asked for the next one,
+    and exits as the inference server did when it is not asked soon."""

@@ -48,6 +48,7 @@ from grpo_tui.supervisor.machine import (
     LimitExceeded,
     RestartAsked,
     RestartRequired,
+    ServerKilled,
     Service,
     Tick,
     step,
@@ -432,6 +433,9 @@ class Supervisor:
             self._writer.mark()
             if after.is_restart_pending:
                 self._announce_restart(name)
+            if isinstance(event, ServerKilled):
+                self.notice("warning", f"{name}: {after.reason}", name)
+                self._tasks.create_task(self._write_crash_report(name, after), name=f"crash report of {name}")
         if after.state is not before.state:
             self._report_change(before, after)
         if shown(after) != shown(before):

@@ -224,6 +224,15 @@ class Progressed:
     """The phase that its log shows, if any."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerKilled:
+    """What serves was killed; the main process of the attempt waits to be asked for the next one in place."""
+
+    attempt: int
+    num_in_place_restarts: int = 0
+    words: str
+
+
 @dataclass(frozen=True, slots=True)
 class LimitExceeded:
     """It uses more than its limit, e.g. of memory."""
@@ -254,7 +263,9 @@ class Tick:
 
 Request = StartAsked | StopAsked | RestartAsked | KillAsked
 Decision = Admitted | MayPrepare | RestartRequired
-Observation = Prepared | Spawned | RestartedInPlace | Refused | ProbeAnswered | Progressed | LimitExceeded | Exited
+Observation = (
+    Prepared | Spawned | RestartedInPlace | Refused | ProbeAnswered | Progressed | ServerKilled | LimitExceeded | Exited
+)
 Event = Request | Decision | Observation | Tick
 Step = tuple[Service, tuple[Effect, ...]]
 
@@ -313,6 +324,8 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
             return _answered(answered, event.passed, now_s, launch), ()
         case Progressed(phase=phase), S.STARTING if _is_of_this_start(event, service):
             return replace(service, progressed_at_s=now_s, phase=phase or service.phase), ()
+        case ServerKilled(words=words), S.STARTING | S.READY | S.UNHEALTHY if _is_of_this_start(event, service):
+            return (service, ()) if service.is_restart_pending else _server_killed(service, words, now_s, launch)
         case LimitExceeded(words), S.STARTING | S.READY | S.UNHEALTHY:
             return _stop(service, now_s, launch, AfterStop.FAILURE, words)
         case Exited(), _ if service.has_process:
@@ -474,11 +487,22 @@ def _restart_in_place(service: Service, now_s: float, launch: Launch) -> Step:
     return restarting, (Effect.RESTART_IN_PLACE,)
 
 
+def _server_killed(service: Service, words: str, now_s: float, launch: Launch) -> Step:
+    """Restart it in place if it was ready, once within `restart_window_s`; else it is stopped, as after a failure."""
+    from grpo_tui.services.base import RestartPolicy
+
+    is_first = not any(now_s - at < launch.restart_window_s for at in service.restarted_at_s)
+    may_restart = launch.restart is not RestartPolicy.NEVER and launch.max_restarts > 0 and service.was_ready
+    if not (is_first and may_restart and _can_restart_in_place(service, launch)):
+        return _stop(service, now_s, launch, AfterStop.FAILURE, words)
+    return replace(service, is_restart_pending=True, reason=words, restarted_at_s=(now_s,)), ()
+
+
 def _is_awaited(num_in_place_restarts: int, service: Service) -> bool:
     return service.is_restarting_in_place and num_in_place_restarts == service.num_in_place_restarts
 
 
-def _is_of_this_start(event: ProbeAnswered | Progressed, service: Service) -> bool:
+def _is_of_this_start(event: ProbeAnswered | Progressed | ServerKilled, service: Service) -> bool:
     """Whether the event is about this start, and not about the one before it, which may still answer probes."""
     is_this_start = (event.attempt, event.num_in_place_restarts) == (service.attempt, service.num_in_place_restarts)
     return is_this_start and not service.is_restarting_in_place

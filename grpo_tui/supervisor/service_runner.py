@@ -15,7 +15,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from pydantic import ValidationError
+
 from grpo_engine.errors import GrpoError
+from grpo_engine.wire.fork_server import Restarts
 from grpo_engine.wire.log_lines import PREPARED
 from grpo_engine.wire.run_folder import SUPERVISOR_LOG, service_log
 from grpo_engine.wire.supervisor import ProbeOutcome, Refusal
@@ -31,6 +34,7 @@ from grpo_tui.supervisor.machine import (
     Progressed,
     Refused,
     RestartedInPlace,
+    ServerKilled,
     Service,
     Spawned,
 )
@@ -44,6 +48,7 @@ from grpo_tui.supervisor.usage.sampling import Sampler
 START_LIMIT_S = 5.0
 """A keeper reports within 0.1 s; one that has not by then hangs on its disk."""
 IN_PLACE_POLL_S = 0.05
+SERVER_POLL_S = 0.5
 PREPARED_POLL_S = 0.2
 log = logging.getLogger(__name__)
 
@@ -100,6 +105,8 @@ class ServiceRunner:
         self.keeper: Keeper | None = None
         """Of the current attempt."""
         self._probing: asyncio.Task[None] | None = None
+        self._watching_server: asyncio.Task[None] | None = None
+        """Looks whether the fork server of the attempt says that its server was killed."""
         self._preparing: asyncio.Task[None] | None = None
         """Waits for the report of an attempt that was started held; its turn may come before."""
         self.started_at: float | None = None
@@ -257,6 +264,9 @@ class ServiceRunner:
             self._preparing = self._tasks.create_task(self._watch_preparation(keeper), name=name)
         else:
             self._start_probing(self._probe(keeper))
+        if (how := self._launch.restart_in_place) is not None and how.file is not None:
+            watching = self._watch_server(keeper, self._launch.cwd / how.file)
+            self._watching_server = self._tasks.create_task(watching, name=f"server of {self._launch.name}")
         title = f"attempt {keeper.attempt} of {self._launch.name}"
         self._attempt_task = self._tasks.create_task(self._attend(keeper), name=title)
         if keeper.main_pid is not None and not keeper.is_held:
@@ -273,6 +283,8 @@ class ServiceRunner:
         finally:
             self._stop_probing()
             self._stop_watching_preparation()
+            if self._watching_server is not None:
+                self._watching_server.cancel()
             ended.set()
         await reading
         if report.code == 0 and not self._is_ready:
@@ -344,6 +356,16 @@ class ServiceRunner:
         while not await self._guarded("search of its log", asyncio.to_thread(is_logged), otherwise=False):  # noqa: ASYNC110 - a file
             await asyncio.sleep(PREPARED_POLL_S)
         self._post_event(Prepared(keeper.attempt))
+
+    async def _watch_server(self, keeper: Keeper, file: Path) -> None:
+        """Post that the server was killed, again and again while its fork server waits to be asked for the next one."""
+        while True:
+            start = {"attempt": keeper.attempt, "num_in_place_restarts": self._num_in_place_restarts}
+            looking = asyncio.to_thread(_killed_by, file, keeper.main_pid)
+            killed_by = await self._guarded("fork server", looking, otherwise=None)
+            if killed_by is not None:
+                self._post_event(ServerKilled(**start, words=f"its server was killed by {killed_by}"))
+            await asyncio.sleep(SERVER_POLL_S)
 
     def _stop_watching_preparation(self) -> None:
         if self._preparing is not None:
@@ -440,6 +462,15 @@ class ServiceRunner:
 
     def _post_notice(self, line: str) -> None:
         self._notice("info", line, self._launch.name)
+
+
+def _killed_by(file: Path, fork_server: int | None) -> str | None:
+    """What killed the server of this fork server, if it waits to be asked for the next one."""
+    try:
+        now = Restarts.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError):  # it has restarted none yet, or the file is that of another program
+        return None
+    return now.killed_by if now.pid == fork_server else None
 
 
 def _content(file: Path) -> bytes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Sequence
 
 import pytest
 from stage import free_ports, is_open
-from workplace import IDLE, Workplace, service, until
+from workplace import IDLE, UP, Workplace, service, until
 
 from grpo_engine.wire.supervisor import ServiceState
 from grpo_tui.supervisor.keeper.proc import identify
@@ -56,6 +57,64 @@ def up(place: Workplace, *others: str, gates: Sequence[str] = (), **settings: ob
 
 def open_gate(place: Workplace, gate: str) -> None:
     (place.folder / f"gate-{gate}").write_text("go")
+
+
+FORK_SERVER = """
+import json, os, signal, socket, sys
+port, file = int(sys.argv[1]), sys.argv[2]
+listener = socket.create_server(("127.0.0.1", port), backlog=4096)
+received, write_end = os.pipe()
+signal.signal(signal.SIGHUP, lambda *_: os.write(write_end, b"x"))
+def report(num_restarts, killed_by):
+    with open(file + ".new", "w") as draft:
+        json.dump({"pid": os.getpid(), "num_restarts": num_restarts, "killed_by": killed_by}, draft)
+    os.replace(file + ".new", file)
+for num_restarts in range(9):
+    if num_restarts:
+        report(num_restarts, None)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        print("serves", os.getpid(), flush=True)
+        signal.pause()
+    os.waitpid(pid, 0)
+    report(num_restarts, "SIGKILL")
+    os.read(received, 1)
+"""
+"""Forks a child that serves. When that is killed it says so in FILE, and forks another on SIGHUP."""
+
+
+def test_a_killed_server_is_started_again_in_place_with_a_crash_report_and_its_followers(place: Workplace) -> None:
+    (port,) = place.ports = free_ports(1)
+    file = place.folder / "restarts"
+    in_place = f"{{ signal = 'SIGHUP', file = '{file}' }}"
+    probe = f"{{ tcp = '127.0.0.1:{port}', interval_s = 0.02 }}"
+    settings = {"ports": [port], "ready": probe, "restart_in_place": in_place, "backoff_s": 0.1}
+    settings["restart"] = '"on-failure"'
+    place.up(
+        service("a", FORK_SERVER, port, file, **settings),
+        service("follower", IDLE, needs=["a"], restart_with=["a"], ready=UP),
+    )
+
+    def servers() -> list[int]:
+        return [int(pid) for pid in re.findall(r"^serves (\d+)$", place.log("a"), re.MULTILINE)]
+
+    def kill_server(number: int) -> None:
+        until(lambda: len(servers()) == number)
+        place.until_state(ServiceState.READY)
+        os.kill(servers()[-1], signal.SIGKILL)
+
+    first = place.service()
+    kill_server(1)
+    until(lambda: place.service().restarts == 1 and place.service().state is ServiceState.READY)
+    assert (place.service().pid, place.service().attempt) == (first.pid, 1)
+    place.until_state(ServiceState.READY, "follower", attempt=2)
+    assert "a: its server was killed by SIGKILL" in place.log()
+    until(lambda: (place.run_folder() / "crash-a-1.txt").exists())
+    kill_server(2)
+    place.until_state(ServiceState.READY, attempt=2)
+    assert "its server was killed by SIGKILL; restart 2 of " in place.log()
+    assert identify(first.pid or 0) is None
 
 
 @pytest.mark.parametrize("reports_by", ["log", "file"])

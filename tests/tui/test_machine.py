@@ -19,6 +19,7 @@ from grpo_tui.supervisor.machine import (
     MAX_BACKOFF_S,
     UNKILLABLE_AFTER_S,
     Admitted,
+    AfterStop,
     Effect,
     Exited,
     KillAsked,
@@ -28,6 +29,7 @@ from grpo_tui.supervisor.machine import (
     RestartAsked,
     RestartedInPlace,
     RestartRequired,
+    ServerKilled,
     Service,
     Spawned,
     StartAsked,
@@ -50,6 +52,11 @@ REQUIRED = RestartRequired("restarted because vllm restarts")
 RENEWED = RestartedInPlace(num_in_place_restarts=1)
 PROGRESSED = Progressed(attempt=1, phase=None)
 ENDED: Timed = (7.0, Exited(code=-15))
+
+
+def killed(in_place: int) -> ServerKilled:
+    """The server of this start was killed."""
+    return ServerKilled(attempt=1, num_in_place_restarts=in_place, words="its server was killed by SIGKILL")
 
 
 def words_of(service: Service, how: Any, now_s: float) -> str | None:
@@ -409,6 +416,35 @@ def test_an_unhealthy_service_and_one_that_starts_restart_in_place_too() -> None
     assert unhealthy.state is S.UNHEALTHY
     for service in (unhealthy, play(how, *SPAWNED)[0]):
         assert play(how, *restart(40.0), service=service)[1] == [Effect.RESTART_IN_PLACE]
+
+
+def test_a_killed_server_is_restarted_in_place_once_and_then_as_after_any_failure() -> None:
+    how = launch(restart_in_place=IN_PLACE, restart_window_s=600.0)
+    service, effects = play(how, *UP, (6.0, killed(0)), (6.1, killed(0)))
+    assert (service.state, service.is_restart_pending, service.reason, effects) == (
+        S.READY,
+        True,
+        "its server was killed by SIGKILL",
+        [Effect.SPAWN],
+    )
+    service, effects = play(
+        how, (6.2, Admitted()), (6.3, killed(0)), (6.4, RENEWED), (7.0, passed(in_place=1)), service=service
+    )
+    assert (service.state, service.attempt, service.num_in_place_restarts) == (S.READY, 1, 1)
+    assert effects == [Effect.RESTART_IN_PLACE]
+    service, effects = play(
+        how, (8.0, killed(0)), (9.0, killed(1)), service=service
+    )  # the first is of the start before
+    assert (service.state, service.after_stop, effects) == (S.STOPPING, AfterStop.FAILURE, [Effect.STOP])
+    service, _ = play(how, (9.1, Exited(code=-9)), service=service)
+    assert service.state is S.BACKOFF
+    assert "its server was killed by SIGKILL; restart 2 of 2" in (service.reason or "")
+
+
+@pytest.mark.parametrize("changes", [{"restart": NEVER}, {"max_restarts": 0}, {"restart_in_place": None}])
+def test_a_killed_server_that_may_not_be_restarted_in_place_is_stopped_as_after_a_failure(changes: dict) -> None:
+    service, effects = play(launch(**{"restart_in_place": IN_PLACE, **changes}), *UP, (6.0, killed(0)))
+    assert (service.state, service.after_stop, effects[1:]) == (S.STOPPING, AfterStop.FAILURE, [Effect.STOP])
 
 
 def test_a_service_adopted_during_a_restart_in_place_gets_its_grace_period_again() -> None:

@@ -27,6 +27,7 @@ from grpo_tui.supervisor.machine import (
     Progressed,
     RestartAsked,
     RestartedInPlace,
+    ServerKilled,
     Service,
     Spawned,
     StartAsked,
@@ -94,7 +95,8 @@ class Processes:
         for name, event in order.decisions(
             self.services, self.launches, self.ending, self.now_s, num_cores=self.num_cores
         ):
-            if isinstance(event, Admitted) and name in self.held:
+            # One that is being stopped stays held: it is noted that it is to start again.
+            if isinstance(event, Admitted) and name in self.held and self.services[name].state is S.WAITING:
                 assert not order.unmet_needs(name, self.services, self.launches), f"{name} begins before its turn"
             if self.services[name].is_restart_pending and isinstance(event, Admitted):
                 followers = [f for f in order.transitive_followers(name, self.launches) if f in self.alive - self.held]
@@ -159,6 +161,7 @@ def runs(draw: st.DrawFn) -> Processes:
 EVENTS = st.tuples(
     st.sampled_from(
         ["start", "stop", "restart", "kill", "prepared", "spawned", "renewed", "pass", "fail", "move", "overrun"]
+        + ["server"]
         + ["exit 0", "exit 1", "die"]
         + 2 * ["time"]
     ),
@@ -193,6 +196,8 @@ def apply_event(run: Processes, what: str, index: int, seconds: float) -> None:
             assert not (was_restarting and run.services[name].state is S.READY), "the previous start answered"
         case "move" if name in run.alive:
             run.apply(name, Progressed(attempt=attempt, num_in_place_restarts=in_place, phase="loading"))
+        case "server" if name in run.alive:
+            run.apply(name, ServerKilled(attempt=attempt, num_in_place_restarts=in_place, words="killed"))
         case "overrun" if name in run.alive:
             run.apply(name, LimitExceeded("too much"))
         case "exit 0" | "exit 1":

@@ -114,6 +114,7 @@ def test_a_restart_serves_from_another_process_of_the_same_parent_and_is_counted
         assert after.pid != first.pid
         assert not first.is_running()
         assert num_restarts(server) == 2
+        assert "started as a program" not in server.log.read_text(errors="replace")
         assert server.generate(prompt="abc", max_tokens=4, ignore_eos=True)["finish_reasons"] == ["length"]
         assert server.stop(signal.SIGTERM) == 0
         assert not after.is_running()
@@ -148,11 +149,39 @@ def test_an_inference_server_does_not_outlive_its_killed_fork_server(model_folde
         assert instance_of(server) is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-def test_a_server_killed_by_a_signal_ends_its_fork_server_by_the_same_signal(
-    model_folder: Path, tmp_path: Path, number: signal.Signals
+def killed_by(server: RunningServer) -> str | None:
+    """What the fork server says of its inference server."""
+    with suppress(FileNotFoundError):
+        return Restarts.model_validate_json((server.log.parent / RESTARTS).read_bytes()).killed_by
+    return None
+
+
+def test_a_fork_server_outlives_its_killed_server_and_forks_the_next_one_when_it_is_asked(
+    model_folder: Path, tmp_path: Path
 ) -> None:
     with fork_server(model_folder, tmp_path) as server:
+        wait_healthy(server)
+        killed = serving_process(server)
+        killed.kill()
+        until(lambda: killed_by(server) == "SIGKILL")
+        assert num_restarts(server) == 0
+        server.process.send_signal(RESTART_SIGNAL)
+        wait_healthy(server)
+        assert serving_process(server).pid != killed.pid
+        assert (num_restarts(server), killed_by(server)) == (1, None)
+        serving_process(server).kill()
+        until(lambda: killed_by(server) == "SIGKILL")
+        server.process.terminate()
+        assert server.process.wait(30) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("number", "is_supervised"), [(signal.SIGKILL, False), (signal.SIGABRT, False), (signal.SIGABRT, True)]
+)
+def test_a_server_killed_by_a_signal_ends_its_fork_server_by_the_same_signal(
+    model_folder: Path, tmp_path: Path, number: signal.Signals, is_supervised: bool
+) -> None:
+    with fork_server(model_folder, tmp_path, **({} if is_supervised else {RESTARTS_VARIABLE: ""})) as server:
         wait_healthy(server)
         serving_process(server).send_signal(number)
         assert server.process.wait(30) == -number
