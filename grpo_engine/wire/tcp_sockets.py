@@ -1,4 +1,7 @@
-"""Who holds a TCP port of this machine: listening sockets, their users and processes, from `/proc/net`. Linux only.
+"""Who holds a TCP port of this machine: listening sockets, their users and processes. Linux only.
+
+The sockets of one connection are asked of the kernel (`socket_diag.py`), all others are read in `/proc/net`, as are
+those where the kernel does not answer, in some containers.
 
 On a machine with several users anyone may listen on a loopback port that is free. So what this user's processes listen
 on is told apart by the uid of the socket, which the kernel sets.
@@ -11,28 +14,15 @@ import os
 import pwd
 import struct
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+
+from grpo_engine.wire.socket_diag import Address, TcpSocket, is_available, plain, socket_at
 
 _TABLES = Path("/proc/net")
 _NAMES = ("tcp", "tcp6")
 _LISTENING = "0A"
-
-Address = tuple[str, int]
-"""Host and port, as `getpeername` returns them first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TcpSocket:
-    """A row of the kernel's tables."""
-
-    host: str
-    port: int
-    peer: Address
-    is_listening: bool
-    uid: int
-    inode: int
+ROOT = 0
 
 
 def listening_sockets(ports: Iterable[int], *, tables: Path = _TABLES) -> list[TcpSocket]:
@@ -47,36 +37,35 @@ def listening_sockets(ports: Iterable[int], *, tables: Path = _TABLES) -> list[T
     ]
 
 
-def stranger_behind(peer: Address, own: Address | None = None, *, tables: Path = _TABLES) -> TcpSocket | None:
+def stranger_behind(peer: Address, own: Address | None = None, *, tables: Path | None = None) -> TcpSocket | None:
     """The socket of another user than this one and root that connections to a loopback address reach; None if none is.
 
     Args:
         peer: an address that this process has connected to.
         own: this end of the connection; with it the other end is looked at too, so that a process which closed its
-            listening socket since is still noticed. That looks at all rows: once a connection, not once a request.
+            listening socket since is still noticed.
+        tables: read these in place of asking the kernel.
     """
-    host, port = _plain(peer[0]), peer[1]
+    host, port = plain(peer[0]), peer[1]
     if not ipaddress.ip_address(host).is_loopback:
         return None
-    client = None if own is None else (_plain(own[0]), own[1])
-    listening = listening_sockets([port], tables=tables)
-    ends = [] if client is None else _ends(port, client[1], tables)
-    # As the kernel chooses: the exact address, then all IPv4 addresses, then all of both kinds.
-    chosen = next(
-        (found for name in (host, "0.0.0.0", "::") if (found := [s for s in listening if s.host == name])), []
-    )
-    chosen += [each for each in ends if (each.host, each.peer) == (host, client)]
-    return next((each for each in chosen if each.uid not in (os.geteuid(), 0)), None)
+    client = None if own is None else (plain(own[0]), own[1])
+    if tables is None and is_available():
+        ends = (None,) if client is None else (None, client)
+        chosen = [found for each in ends if (found := socket_at((host, port), each)) is not None]
+    else:
+        chosen = _reached(host, port, client, tables or _TABLES)
+    return next((each for each in chosen if each.uid not in (os.geteuid(), ROOT)), None)
 
 
-def stranger_at(peer: Address, own: Address, *, tables: Path = _TABLES) -> TcpSocket | None:
-    """The socket of another user than this one and root that has connected from `peer`, on this machine, to `own`.
+def client_socket(peer: Address, own: Address) -> TcpSocket | None:
+    """The socket that has connected from `peer`, on this machine, to `own`; None where no process has it any more.
 
-    None also where it is gone already.
+    Of a socket that was closed the kernel does not say whose it was.
     """
-    ends = (_plain(peer[0]), peer[1]), (_plain(own[0]), own[1])
-    found = (each for each in _ends(peer[1], own[1], tables) if ((each.host, each.port), each.peer) == ends)
-    return next((each for each in found if each.uid not in (os.geteuid(), 0)), None)
+    ends = (plain(peer[0]), peer[1]), (plain(own[0]), own[1])
+    rows = [socket_at(*ends)] if is_available() else _ends(peer[1], own[1], _TABLES)
+    return next((row for row in rows if row and row.inode and ((row.host, row.port), row.peer) == ends), None)
 
 
 def own_listening_ports(*, tables: Path = _TABLES) -> frozenset[int]:
@@ -105,7 +94,7 @@ def connected_stranger(*, services: Collection[int] = (), tables: Path = _TABLES
     held = {((each.host, each.port), each.peer): each for each in rows}
     gone = (TcpSocket(host=h, port=p, peer=own_end, is_listening=False, uid=0, inode=0) for (h, p), own_end in ends)
     others = (held.get(((each.host, each.port), each.peer), each) for each in gone)
-    return next((each for each in others if not each.inode or each.uid not in (os.geteuid(), 0)), None)
+    return next((each for each in others if not each.inode or each.uid not in (os.geteuid(), ROOT)), None)
 
 
 def who_has(socket: TcpSocket) -> str:
@@ -137,6 +126,17 @@ def user_name(uid: int) -> str:
 def _all_rows(tables: Path) -> Iterator[TcpSocket]:
     for name in _NAMES:
         yield from _rows(tables / name)
+
+
+def _reached(host: str, port: int, client: Address | None, tables: Path) -> list[TcpSocket]:
+    """The sockets that listen at an address and that are connected from it with `client`, by the tables."""
+    listening = listening_sockets([port], tables=tables)
+    ends = [] if client is None else _ends(port, client[1], tables)
+    # As the kernel chooses: the exact address, then all IPv4 addresses, then all of both kinds.
+    chosen = next(
+        (found for name in (host, "0.0.0.0", "::") if (found := [s for s in listening if s.host == name])), []
+    )
+    return chosen + [each for each in ends if (each.host, each.peer) == (host, client)]
 
 
 def _ends(port: int, peer_port: int, tables: Path) -> list[TcpSocket]:
@@ -175,14 +175,7 @@ def _address(text: str) -> Address:
     """`0100007F:2329`: words of 32 bits in the byte order of this machine, and a port."""
     words, _, port = text.partition(":")
     packed = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
-    return _plain(str(ipaddress.ip_address(packed))), int(port, 16)
-
-
-def _plain(host: str) -> str:
-    """An address in one spelling; one of IPv4 that IPv6 maps as IPv4."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    return str(mapped or address)
+    return plain(str(ipaddress.ip_address(packed))), int(port, 16)
 
 
 def _descriptors(folder: str) -> list[str]:

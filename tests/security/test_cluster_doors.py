@@ -105,6 +105,38 @@ async def test_a_door_serves_no_process_of_another_user() -> None:
         service.close()
 
 
+@as_root
+async def test_requests_of_another_user_who_closes_at_once_pass_no_door_and_are_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel does not say whose a closed socket was. Each of theirs was searched in all processes, and logged."""
+    monkeypatch.setattr(relay_module, "who_has", lambda _: pytest.fail("searches all processes for each connection"))
+    caplog.set_level(logging.INFO)
+    port, heard = free_port(), []
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(100))
+        writer.write(b"yes")
+        writer.close()
+
+    service = await asyncio.start_server(hear, "127.0.0.1", port)
+    there, here = Relay("t"), Relay("t", door_host=DOOR)
+    program = "import os, socket, sys; os.setuid(65534)\nfor _ in range(50):\n s = socket.socket()"
+    program += "; s.connect((sys.argv[1], int(sys.argv[2]))); s.send(b'x'); s.close()"
+    try:
+        await here.set_doors({port: (GATE, await there.open_gate(GATE, [port]))})
+        client = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", program, DOOR, str(port))
+        assert await client.wait() == 0
+        assert await sent(DOOR, port) == b"yes"
+        assert heard == [SECRET]
+        assert len(caplog.messages) == 1
+        assert "connections to doors are refused, 1 so far" in caplog.messages[0]
+    finally:
+        await here.close()
+        await there.close()
+        service.close()
+
+
 async def test_connections_without_a_proof_are_bounded_and_keep_no_door_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,9 +22,9 @@ from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.errors import ConfigError, PeerUnavailable
 from grpo_engine.serving import listening
 from grpo_engine.serving.listening import refuse_connections, take_port
-from grpo_engine.wire import tcp_sockets
+from grpo_engine.wire import socket_diag, tcp_sockets
 from grpo_engine.wire.supervisor import ProbeOutcome
-from grpo_engine.wire.tcp_sockets import stranger_behind, user_name
+from grpo_engine.wire.tcp_sockets import client_socket, stranger_behind, user_name
 from grpo_engine.wire.token_clients import ForeignListener, _why_unsafe, open_async_client, open_client
 from grpo_tui.services.base import Probe
 from grpo_tui.supervisor.keeper.proc import command_line
@@ -134,6 +134,63 @@ def test_of_the_sockets_of_others_only_those_with_both_ports_of_a_connection_are
     own = ("127.0.0.1", 0x9000)
     assert seen(tmp_path, row(V4, ME), *flood, row(V4, OTHER, "01", V4_CLIENT), own=own) == OTHER
     assert num_read < 20
+
+
+@pytest.mark.skipif(not socket_diag.is_available(), reason="this kernel does not answer for one socket")
+def test_the_sockets_of_a_connection_are_found_without_reading_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 connections at once read a list of 48,000 sockets of others 64 times."""
+    monkeypatch.setattr(tcp_sockets, "_rows", lambda *_, **__: pytest.fail("reads the list of all sockets"))
+    me = os.geteuid()
+    for host, reached_at, device in (
+        ("127.0.0.1", "127.0.0.1", b""),
+        ("0.0.0.0", "127.0.0.1", b""),
+        ("127.0.0.1", "127.0.0.1", b"lo"),
+        ("::", "127.0.0.1", b""),
+        ("::", "::1", b""),
+    ):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device)
+            listener.bind((host, 0))
+            listener.listen()
+            peer = reached_at, listener.getsockname()[1]
+            with socket.create_connection(peer) as client:
+                own = client.getsockname()[:2]
+                accepted, _ = listener.accept()
+                assert stranger_behind(peer) is None
+                monkeypatch.setattr(tcp_sockets.os, "geteuid", lambda: me + 1)
+                monkeypatch.setattr(tcp_sockets, "ROOT", me + 1)
+                found = stranger_behind(peer)
+                assert found is not None
+                assert (found.is_listening, found.port, found.uid) == (True, peer[1], me), (host, device)
+                assert found.inode == os.fstat(listener.fileno()).st_ino
+                listener.close()
+                with accepted:
+                    other_end = stranger_behind(peer, own)
+                    assert other_end is not None
+                    assert (other_end.host, other_end.peer) == (reached_at, own)
+                    assert other_end.inode == os.fstat(accepted.fileno()).st_ino
+                    assert client_socket(own, peer).inode == os.fstat(client.fileno()).st_ino  # type: ignore[union-attr]
+                monkeypatch.undo()
+                monkeypatch.setattr(tcp_sockets, "_rows", lambda *_, **__: pytest.fail("reads the list of all sockets"))
+        assert stranger_behind(peer) is None
+
+
+@as_root
+def test_where_the_kernel_does_not_answer_for_one_socket_the_list_of_all_says_who_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcp_sockets, "is_available", lambda: False)
+    port = free_port()
+    with squatter(port) as stranger, socket.create_connection(("127.0.0.1", port)) as client:
+        for own in (None, client.getsockname()):
+            found = stranger_behind(client.getpeername(), own)
+            assert found is not None
+            assert found.uid == NOBODY
+        assert stranger.poll() is None
+        mine = client_socket(client.getsockname(), client.getpeername())
+        assert mine is not None
+        assert mine.inode == os.fstat(client.fileno()).st_ino
 
 
 # --- clients ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import logging
 import math
+import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from grpo_engine.wire.run_folder import TOKEN_FILE
-from grpo_engine.wire.tcp_sockets import stranger_at, stranger_behind, who_has
+from grpo_engine.wire.tcp_sockets import client_socket, stranger_behind, user_name, who_has
 
 HANDSHAKE_LIMIT_S = 10.0
 PART_BYTES = 1 << 16
@@ -29,7 +30,7 @@ LINE_BYTES = 256
 MAX_UNKNOWN = 128
 """Connections at a gate that have shown no proof; one more closes the oldest. A door needs milliseconds."""
 REPORT_EVERY_S = 60.0
-"""Refused connections are counted, and logged at most so often."""
+"""Refused connections are counted, those at the gate and those at doors, and each kind is logged at most so often."""
 LOOPBACK = "127.0.0.1"
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,8 @@ class Relay:
         self._passing: set[asyncio.Task[None]] = set()
         self._unknown: dict[asyncio.Task[None], None] = {}
         """Of connections at the gate that have shown no proof, the oldest first."""
-        self._num_refused = 0
-        self._reported_at_s = -math.inf
+        self._num_refused = {"the gate": 0, "doors": 0}
+        self._reported_at_s = dict.fromkeys(self._num_refused, -math.inf)
 
     async def open_gate(self, address: str, inside: Iterable[int]) -> int:
         """Listen on an address of this machine for connections to these ports; returns the port of the gate."""
@@ -115,7 +116,7 @@ class Relay:
                 async with asyncio.timeout(HANDSHAKE_LIMIT_S):
                     inner = await self._checked(reader, writer)
             except (Refused, OSError, ValueError, TimeoutError) as error:
-                self._report(str(error) or f"no proof within {HANDSHAKE_LIMIT_S:g} s")
+                self._report("the gate", str(error) or f"no proof within {HANDSHAKE_LIMIT_S:g} s")
                 return
             await _pass((reader, writer), inner)
 
@@ -162,18 +163,21 @@ class Relay:
         finally:
             self._unknown.pop(task, None)
 
-    def _report(self, why: str) -> None:
-        self._num_refused += 1
-        if time.monotonic() - self._reported_at_s >= REPORT_EVERY_S:
-            log.warning("connections to the gate are refused, %d so far; the last one: %s", self._num_refused, why)
-            self._reported_at_s = time.monotonic()
+    def _report(self, where: str, why: str) -> None:
+        self._num_refused[where] += 1
+        if time.monotonic() - self._reported_at_s[where] >= REPORT_EVERY_S:
+            num = self._num_refused[where]
+            log.warning("connections to %s are refused, %d so far; the last one: %s", where, num, why)
+            self._reported_at_s[where] = time.monotonic()
 
     def _leave(self, port: int, gate: tuple[str, int]):  # type: ignore[no-untyped-def]  # asyncio's own callback type
         async def leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with self._known(writer):
                 try:
                     async with asyncio.timeout(HANDSHAKE_LIMIT_S):
-                        await _require_own(writer)
+                        if (why := await asyncio.to_thread(_why_foreign, writer)) is not None:
+                            self._report("doors", f"port {port}: {why}")
+                            return
                         outer = await self._through(port, gate)
                 except (Refused, OSError, ValueError, TimeoutError) as error:
                     log.info("port %d cannot be reached at %s: %s", port, gate[0], error)
@@ -220,15 +224,19 @@ def _name(address: tuple[str, int]) -> str:
     return f"{address[0]} {address[1]}"
 
 
-async def _require_own(writer: asyncio.StreamWriter) -> None:
-    """A door is for the run: other users of the machine would use up its descriptors, and gain services elsewhere.
+def _why_foreign(writer: asyncio.StreamWriter) -> str | None:
+    """Why a connection at a door is none of the run: another user than this one and root has it, or had it.
 
-    Raises:
-        Refused: another user than this one and root has connected.
+    They would use up its descriptors, and gain services elsewhere. One that is closed already counts too: what it sent
+    first would be passed on, and whose it was cannot be known.
     """
     peer, own = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
-    if peer is not None and (stranger := await asyncio.to_thread(stranger_at, peer, own)) is not None:
-        raise Refused(f"{await asyncio.to_thread(who_has, stranger)} has connected, and not a process of this run")
+    client = None if peer is None else client_socket(peer, own)
+    if client is None:
+        return "a client has closed its connection at once"
+    if client.uid in (os.geteuid(), 0):
+        return None
+    return f"user {user_name(client.uid)} has connected, and not a process of this run"
 
 
 async def _pass(one: Streams, other: Streams) -> None:

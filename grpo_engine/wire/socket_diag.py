@@ -1,0 +1,108 @@
+"""One TCP socket of this machine by its addresses, as the kernel finds it for a packet (`sock_diag(7)`). Linux only.
+
+Unlike `/proc/net`, which lists all sockets, the answer takes microseconds however many other users have opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from functools import cache
+
+_SOCK_DIAG_BY_FAMILY, _ERROR = 20, 2
+_REQUEST = 1
+"""`NLM_F_REQUEST` alone: one socket, not a list."""
+_NETLINK_SOCK_DIAG = 4
+_HEADER = struct.Struct("=IHHII")
+_QUESTION = struct.Struct("=BBBBI")
+_SOCKET_ID = struct.Struct("!2H16s16s")
+_ANSWER = struct.Struct("=4x48x5I")
+"""Family, state, timer and retransmits; the socket's id; expiry, two queues, user, inode."""
+_ANY_COOKIE = b"\xff" * 8
+_ANY_STATE = 0xFFFFFFFF
+_LISTENING = 10
+_ANSWER_BYTES = 1 << 16
+
+Address = tuple[str, int]
+"""Host and port, as `getpeername` returns them first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpSocket:
+    """A socket as the kernel shows it."""
+
+    host: str
+    port: int
+    peer: Address
+    is_listening: bool
+    uid: int
+    inode: int
+
+
+def socket_at(own: Address, peer: Address | None = None) -> TcpSocket | None:
+    """The socket that a packet to `own` from `peer` over the loopback device reaches, None if none does.
+
+    Args:
+        peer: without it, or where no socket is connected with it, the one that listens at `own`.
+
+    Raises:
+        OSError: the kernel does not answer.
+    """
+    family = socket.AF_INET6 if ":" in own[0] else socket.AF_INET
+    host, port = peer or ("::" if family == socket.AF_INET6 else "0.0.0.0", 0)
+    packed = (socket.inet_pton(family, each).ljust(16, b"\0") for each in (own[0], host))
+    # With the device, so that a socket which is bound to it is found, too.
+    device = struct.pack("=I", socket.if_nametoindex("lo"))
+    question = _QUESTION.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
+    question += _SOCKET_ID.pack(own[1], port, *packed) + device + _ANY_COOKIE
+    header = _HEADER.pack(_HEADER.size + len(question), _SOCK_DIAG_BY_FAMILY, _REQUEST, 1, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as netlink:
+        netlink.settimeout(1.0)
+        netlink.connect((0, 0))
+        netlink.send(header + question)
+        answer = netlink.recv(_ANSWER_BYTES)
+    kind = _HEADER.unpack_from(answer)[1]
+    body = answer[_HEADER.size :]
+    if kind == _ERROR:
+        code = -int(struct.unpack_from("=i", body)[0])
+        if code == errno.ENOENT:
+            return None
+        raise OSError(code, os.strerror(code))
+    if kind != _SOCK_DIAG_BY_FAMILY:
+        raise OSError(errno.EPROTO, f"netlink answers with message {kind}")
+    own_port, peer_port, own_host, peer_host = _SOCKET_ID.unpack_from(body, 4)
+    *_, uid, inode = _ANSWER.unpack_from(body)
+    return TcpSocket(
+        host=_host(body[0], own_host),
+        port=own_port,
+        peer=(_host(body[0], peer_host), peer_port),
+        is_listening=body[1] == _LISTENING,
+        uid=uid,
+        inode=inode,
+    )
+
+
+@cache
+def is_available() -> bool:
+    """Whether the kernel answers: a sandbox may refuse, or have no such table, and then know no socket."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as own:
+            found = socket_at(own.getsockname())
+            return found is not None and found.inode == os.fstat(own.fileno()).st_ino
+    except OSError:
+        return False
+
+
+def plain(host: str) -> str:
+    """An address in one spelling; one of IPv4 that IPv6 maps as IPv4."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)
+
+
+def _host(family: int, packed: bytes) -> str:
+    return plain(socket.inet_ntop(family, packed[: 4 if family == socket.AF_INET else 16]))
