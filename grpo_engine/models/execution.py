@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from grpo_engine.compilers import has_compiler
@@ -70,7 +73,20 @@ def compile_layers(model: PreTrainedModel) -> None:
             "CC, or omit compile_layers"
         )
     for layer in decoder_layers(model):
-        layer.compile(dynamic=True)
+        layer.forward = _with_view(torch.compile(layer.forward, dynamic=True))
+
+
+def _with_view(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward pass of a layer, whose input is a view in each call.
+
+    FSDP hands it a view, and a recomputed layer gets what that is a view of: torch would compile each layer for both.
+    """
+
+    @wraps(forward)
+    def call(hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
+        return forward(hidden_states.view_as(hidden_states), *arguments, **named)
+
+    return call
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +26,10 @@ def gradients(**changes: object) -> dict[str, torch.Tensor]:
     subject._scorer.shares_prompts = False  # plain rows, as a GPU has them
     logprobs, entropy = subject.logprobs(make_batch(made_up_groups(0, groups=2), seq_len=32))
     torch.autograd.backward((logprobs * 3 + entropy).sum())
+    return gradients_of(subject)
+
+
+def gradients_of(subject: Trainee) -> dict[str, torch.Tensor]:
     return {
         name: parameter.grad if parameter.grad is not None else master.grad
         for (name, parameter), master in zip(subject.model.named_parameters(), subject._masters.parameters, strict=True)
@@ -84,6 +90,37 @@ def test_a_model_without_gradient_checkpointing_is_refused_by_name() -> None:
     model.supports_gradient_checkpointing = False
     with pytest.raises(ModelError, match="gradient_checkpointing: LlamaForCausalLM has none"):
         recompute_layers(model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_recomputed_layer_is_not_compiled_again_though_fsdp_gives_it_a_view_only_in_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was, for each kind of rows: a start traced 14 functions of a Llama layer instead of 8."""
+    torch._dynamo.reset()
+    graphs: list[object] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    subject = trainee(settings(gradient_checkpointing=True, compile_layers=True))
+    subject._scorer.shares_prompts = False  # plain rows, as a GPU has them
+    is_backward = False
+
+    def view_as_fsdp(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return inputs if is_backward else (inputs[0].view_as(inputs[0]), *inputs[1:])
+
+    for layer in decoder_layers(subject._scorer.causal_lm):
+        layer.register_forward_pre_hook(view_as_fsdp)
+    logprobs, entropy = subject.logprobs(make_batch(made_up_groups(0, groups=2), seq_len=32))
+    traced, is_backward = len(graphs), True
+    torch.autograd.backward((logprobs * 3 + entropy).sum())
+    assert len(graphs) == traced > 0
+    found = gradients_of(subject)
+    for name, gradient in gradients().items():
+        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_layers_are_not_compiled_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
