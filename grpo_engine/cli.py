@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,11 +21,14 @@ from grpo_engine.flags import flags_of, parse_flags
 from grpo_engine.other_names import COLOCATE
 from grpo_engine.own_file import open_own_file
 from grpo_engine.python_command import module_command
-from grpo_engine.ranks.launching import launch_ranks
+from grpo_engine.ranks.launching import launch_ranks, share_cores
 from grpo_engine.ranks.place import rank_place
 from grpo_engine.wire.terminal_text import log_to_stderr, printable
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpo_engine.colocate.config import TrainerConfig
     from grpo_engine.train.config import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -53,17 +57,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per request adds nothing to the metrics
     logging.getLogger("huggingface_hub").propagate = False  # it prints its lines on its own
-    try:
-        code = command(words[1:])
-    except GrpoError as error:
-        who = f"grpo-engine {words[0]}: "  # messages about settings have the prefix already, on each line
-        print(printable(who + str(error).removeprefix(who), keep="\n\t"), file=sys.stderr)
-        code = FINAL_ERROR if error.is_final else 1
-    except KeyboardInterrupt:
-        return 130
+    code = _exit_code(words[0], partial(command, words[1:]))
     if code and argv is None and command in {_server, _train}:
         _leave(code)
     return code
+
+
+def _exit_code(name: str, run: Callable[[], int]) -> int:
+    """The exit code of a service, whose error is printed."""
+    try:
+        return run()
+    except GrpoError as error:
+        who = f"grpo-engine {name}: "  # messages about settings have the prefix already, on each line
+        print(printable(who + str(error).removeprefix(who), keep="\n\t"), file=sys.stderr)
+        return FINAL_ERROR if error.is_final else 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _log_from(level: str) -> None:
@@ -206,22 +215,7 @@ def _train(argv: Sequence[str]) -> int:
     if config.redirect_output is not None:
         _redirect_output(config.redirect_output)
     if config.num_ranks > 1 and not config.dry_run and rank_place(os.environ) is None:
-        from grpo_engine.serving.reporting import ranks_report
-        from grpo_engine.serving.turn import passed_on
-
-        num_local = config.processes or 1
-        with passed_on(os.environ, num_local) as descriptors:
-            return launch_ranks(
-                module_command("grpo_engine", "train", *argv),
-                num_local=num_local,
-                num_nodes=config.nodes,
-                node_rank=config.node_rank,
-                master_addr=config.master_addr,
-                master_port=config.master_port,
-                pass_fds=descriptors,
-                stall_s=config.rank_stall_s,
-                report=ranks_report(os.environ),
-            )
+        return _start_ranks(config, argv)
     if config.bridge.samples_in_process:
         from grpo_engine.colocate.main import run as run_sampling
 
@@ -229,6 +223,44 @@ def _train(argv: Sequence[str]) -> int:
     from grpo_engine.train.main import run
 
     return run(config)
+
+
+def _start_ranks(config: TrainerConfig, argv: Sequence[str]) -> int:
+    """Import once what all ranks of this machine need, and fork them."""
+    num_local = config.processes or 1
+    share_cores(os.environ, num_local)
+    os.environ.setdefault(
+        "OPENBLAS_NUM_THREADS", "1"
+    )  # numpy starts these threads at import, and a fork must have none
+    from grpo_engine.serving.reporting import ranks_report
+    from grpo_engine.serving.turn import begin_in_turn
+
+    prepare: Callable[[TrainerConfig], PreTrainedTokenizerBase | None]
+    run: Callable[..., int]
+    if config.bridge.samples_in_process:
+        from grpo_engine.colocate.main import prepare, run
+    else:
+        from grpo_engine.train.main import prepare, run
+    tokenizer = begin_in_turn(partial(prepare, config), os.environ, always=True)
+    return launch_ranks(
+        module_command("grpo_engine", "train", *argv),
+        num_local=num_local,
+        run=partial(_run_rank, partial(run, config, tokenizer=tokenizer)),
+        num_nodes=config.nodes,
+        node_rank=config.node_rank,
+        master_addr=config.master_addr,
+        master_port=config.master_port,
+        stall_s=config.rank_stall_s,
+        report=ranks_report(os.environ),
+    )
+
+
+def _run_rank(run: Callable[[], int]) -> int:
+    """What `main` does for a rank that is a program."""
+    code = _exit_code("train", run)
+    if code:
+        _leave(code)
+    return code
 
 
 def num_parts_of_server(config: TrainConfig, environment: Mapping[str, str]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from grpo_engine.bridges import Bridge, Colocate
 from grpo_engine.bridges.protocol import Placement, RankPlacement
@@ -22,27 +22,41 @@ from grpo_engine.ranks.group import RankGroup
 from grpo_engine.ranks.place import rank_place
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.in_process import SamplingEngine
+from grpo_engine.server.preloading import preload_in_process
 from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.train import main as trainer
 from grpo_engine.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ITEMS_FILE = "items.json"
 """In the folder of checkpoints, unless there is a run folder: the place in the items."""
 
 
-def run(config: TrainerConfig) -> int:
+def run(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
     """Train until the last step or a stop signal; returns the exit code.
+
+    Args:
+        tokenizer: what `prepare` has returned, if it was called.
 
     Raises:
         GrpoError: the task or the model is missing, or training fails.
     """
     if config.dry_run:
         return trainer.run(config)
-    begin_in_turn(partial(trainer.prepare, config), os.environ)
+    tokenizer = begin_in_turn(partial(prepare, config), os.environ) or tokenizer
     place = rank_place(os.environ)
     if place is None or place.rank == 0:
         config.own_environment.task.check()  # before anything is loaded
-    return trainer.run(config, partial(_sampling, config))
+    return trainer.run(config, partial(_sampling, config), tokenizer=tokenizer)
+
+
+def prepare(config: TrainerConfig) -> PreTrainedTokenizerBase | None:
+    """Import what is imported until training begins, with the engine; the tokenizer. Touches no GPU."""
+    tokenizer = trainer.prepare(config)
+    preload_in_process(config.own_server)
+    return tokenizer
 
 
 def _sampling(config: TrainerConfig, of_rank: TrainConfig, ranks: RankGroup) -> OwnSampling:

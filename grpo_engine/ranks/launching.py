@@ -15,14 +15,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from grpo_engine.errors import ConfigError
-from grpo_engine.processes import die_with_parent
+from grpo_engine.forking import why_unforkable
 from grpo_engine.ranks.place import (
     LISTENING_FD,
     LOCAL_RANK,
@@ -33,6 +32,7 @@ from grpo_engine.ranks.place import (
     WORLD_SIZE,
 )
 from grpo_engine.ranks.positions import POSITIONS_FILE, PositionFile
+from grpo_engine.ranks.starting import ForkedRank, RankProcess, start_program
 from grpo_engine.ranks.watching import RankWatch, Report, Stall
 
 LOOPBACK = "lo"
@@ -53,29 +53,31 @@ def launch_ranks(
     argv: Sequence[str],
     *,
     num_local: int,
+    run: Callable[[], int] | None = None,
     num_nodes: int = 1,
     node_rank: int = 0,
     master_addr: str = "127.0.0.1",
     master_port: int = 0,
     environment: Mapping[str, str] | None = None,
-    pass_fds: Sequence[int] = (),
     stall_s: float = math.inf,
     report: Report | None = None,
 ) -> int:
-    """Run `argv` once per rank until all have exited; returns 0, or the exit code of the first rank that failed.
+    """Run a process per rank until all have exited; returns 0, or the exit code of the first rank that failed.
 
     SIGTERM and SIGINT are passed to rank 0, which finishes its step and ends the others; on other machines they end the
     ranks there. The ranks end with this process, also if it is killed.
 
     Args:
+        argv: the program of a rank.
         num_local: ranks on this machine.
+        run: what that program does, called in a fork of this process, which has imported all that it needs; None, or
+            where a fork might hang: the program is started.
         num_nodes, node_rank: machines, and which of them this is.
         master_addr, master_port: of the launcher on machine 0, where there are several machines.
-        pass_fds: descriptors that every rank inherits.
         stall_s: after so long without progress a rank is named.
         report: takes where the ranks are, for a supervisor.
     """
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[RankProcess] = []
     received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -85,8 +87,10 @@ def launch_ranks(
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     shared = {**(os.environ if environment is None else environment), WORLD_SIZE: str(num_local * num_nodes)}
-    # Each rank would start a thread per core, and all of them would wait for each other.
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_local)))
+    share_cores(shared, num_local)
+    if run is not None and (obstacle := why_unforkable()) is not None:
+        log.warning("%s; the ranks are started as programs instead, which import everything again", obstacle)
+        run = None
     with ExitStack() as opened:
         for number, handler in before.items():
             opened.callback(signal.signal, number, handler)
@@ -105,15 +109,11 @@ def launch_ranks(
         for local_rank in range(num_local):
             rank = node_rank * num_local + local_rank
             own = {RANK: str(rank), LOCAL_RANK: str(local_rank), **({} if rank else of_rank_0)}
-            ranks.append(
-                subprocess.Popen(
-                    argv,
-                    env={**shared, **own},
-                    pass_fds=[*pass_fds, *(map(int, of_rank_0.values()) if rank == 0 else ())],
-                    process_group=0,  # a signal to the launcher's group would reach rank 0 twice
-                    preexec_fn=partial(die_with_parent, os.getpid()),
-                )
-            )
+            listener = [*map(int, of_rank_0.values())]
+            if run is None:
+                ranks.append(start_program(argv, {**shared, **own}, listener if rank == 0 else ()))
+            else:
+                ranks.append(ForkedRank(run, {**shared, **own}, closed=() if rank == 0 else listener))
             if received and len(ranks) == 1 and node_rank == 0:
                 ranks[0].send_signal(received[0])
         first_rank = node_rank * num_local
@@ -126,12 +126,20 @@ def launch_ranks(
             log.error("%s; the other ranks are ended", end)
             _end(ranks)
             watch.finish(end)
-            code: int = ranks[failed].returncode
+            code = ranks[failed].wait()
             return code if code > 0 else 128 - code
         if any(rank.poll() is None for rank in ranks):
             _end(ranks)
             return 128 + signal.SIGTERM
         return 0
+
+
+def share_cores(environment: MutableMapping[str, str], num_ranks: int) -> None:
+    """Give each rank its part of the cores, also for what is imported before a fork.
+
+    Each rank would start a thread per core, and all of them would wait for each other.
+    """
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
 
 
 def _listening(address: str, port: int) -> socket.socket:
@@ -149,7 +157,7 @@ def _listening(address: str, port: int) -> socket.socket:
         ) from error
 
 
-def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], is_ended: Callable[[], bool]) -> int | None:
+def _first_failure(ranks: Sequence[RankProcess], is_ended: Callable[[], bool]) -> int | None:
     """Wait until a rank has failed, and return its number; None once all have exited with 0, or `is_ended`.
 
     If rank 0 reports a wrong setting at about the same time, it is the one that failed.
@@ -168,9 +176,9 @@ def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], is_ended: Callable[
     return None
 
 
-def _end_words(rank: int, process: subprocess.Popen[bytes], stall: Stall | None) -> str:
+def _end_words(rank: int, process: RankProcess, stall: Stall | None) -> str:
     """Which rank ended, how, and whether one was waited for."""
-    code = process.returncode
+    code = process.wait()
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     words = f"rank {rank} (process {process.pid}) {how}"
     if stall is not None:
@@ -178,7 +186,7 @@ def _end_words(rank: int, process: subprocess.Popen[bytes], stall: Stall | None)
     return words
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(ranks: Sequence[RankProcess]) -> None:
     deadline = time.monotonic() + GRACE_S
     for rank in ranks:
         rank.terminate()

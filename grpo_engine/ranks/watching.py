@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -17,6 +16,7 @@ from types import TracebackType
 
 from grpo_engine.processes import is_stopped
 from grpo_engine.ranks.positions import Position, PositionFile
+from grpo_engine.ranks.starting import RankProcess
 from grpo_engine.wire.supervisor import REPORT_VALID_S, RanksReport, RankStall, RankStatus
 
 CHECK_EVERY_S = 1.0
@@ -95,7 +95,7 @@ class RankWatch:
     def __init__(
         self,
         file: PositionFile,
-        ranks: Mapping[int, subprocess.Popen[bytes]],
+        ranks: Mapping[int, RankProcess],
         *,
         limit_s: float,
         report: Report | None = None,

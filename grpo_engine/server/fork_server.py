@@ -14,11 +14,9 @@ An inference server does not outlive its fork server. It leads a process group.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
-import re
 import resource
 import select
 import signal
@@ -34,6 +32,7 @@ from typing import NoReturn
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.flags import to_flags
+from grpo_engine.forking import why_unforkable
 from grpo_engine.processes import (
     ProcessIdentity,
     become_subreaper,
@@ -61,13 +60,9 @@ _GRACE_S = 3.0
 _TRACKER_GRACE_S = 0.5
 """For resource trackers to remove from shared memory what the killed processes left there."""
 _KILL_WITHIN_S = 10.0
-_FORK_SAFE_THREAD = re.compile(r"cuda[0-9a-f]{11}|jemalloc_bg_thd")
-"""The thread that NVML leaves after it was asked for the GPUs (driver 580), which waits for events and holds no lock;
-and jemalloc's, which jemalloc ends before a fork and starts on both sides after it."""
 _ASKED_WITHIN_S = 30.0
 """For the supervisor to ask for the next server after one was killed: it ends the services that follow it first, or may
 be gone itself."""
-_CUDA_DRIVER, _CUDA_NOT_INITIALIZED = "libcuda.so.1", 3
 
 logger = logging.getLogger(__name__)
 
@@ -321,33 +316,6 @@ def die_with_fork_server(environment: Mapping[str, str]) -> None:
     """Have this process killed with the fork server that started it as a program, if one did."""
     if parent := environment.get(FORK_SERVER_VARIABLE):
         die_with_parent(int(parent))
-
-
-def why_unforkable() -> str | None:
-    """Why a fork of this process might hang or fail, as a sentence; None where it is safe."""
-    others = [_thread_name(task) for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
-    names = sorted(name for name in others if not _FORK_SAFE_THREAD.fullmatch(name))
-    if names:
-        return f"importing left {len(names)} threads behind ({', '.join(names)}), with which a fork may hang"
-    if has_cuda(_loaded_cuda_driver()):
-        return "importing initialised CUDA, which does not survive a fork"
-    return None
-
-
-def has_cuda(driver: ctypes.CDLL | None) -> bool:
-    """Whether CUDA was initialised in this process, according to the driver library, if it is loaded."""
-    return driver is not None and driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_NOT_INITIALIZED
-
-
-def _loaded_cuda_driver() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL(_CUDA_DRIVER, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except OSError:  # not loaded
-        return None
-
-
-def _thread_name(task: Path) -> str:
-    return (task / "comm").read_text(errors="replace").strip()
 
 
 def _has_terminal() -> bool:

@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 
+from grpo_engine.models.inductor import compute_keys
 from grpo_engine.server.config import ServerConfig
 
 _SERVER = (
@@ -42,6 +43,11 @@ _VLLM = (
     *("torch._inductor.compile_fx", "torch.export._trace", "torch.distributed.tensor.experimental._func_map"),
     *(f"torch._inductor.codegen.{name}" for name in _INDUCTOR),
     *("sympy.tensor.tensor", "transformers.modeling_layers", "model_hosting_container_standards.sagemaker"),
+)
+_VLLM_IN_PROCESS = (
+    *("grpo_engine.server.vllm.in_process", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine"),
+    *("vllm.v1.engine.core", "vllm.v1.engine.core_client", "vllm.v1.core.sched.scheduler"),
+    *("vllm.v1.executor.uniproc_executor", "vllm.compilation.backends"),
 )
 _VLLM_CUDA = (
     *("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"),
@@ -78,10 +84,26 @@ def preload(config: ServerConfig) -> None:
     is_cpu = bool(current_platform.is_cpu())
     _import_all(_VLLM_CPU if is_cpu else _VLLM_CUDA)
     _import_model_of_vllm(config.model_name)
-    _compute_keys(is_cpu=is_cpu)
+    compute_keys(is_cpu=is_cpu)
     keep_imports_frozen()
     if is_cpu and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
         fork_cpu_engine()
+
+
+def preload_in_process(config: ServerConfig) -> None:
+    """Import what an engine in a rank of the trainer needs, which is no server."""
+    if config.engine == "torch":
+        _import_all(("grpo_engine.server.torch.in_process",))
+        _import_model_of_torch(config.model_name)
+        return
+    from grpo_engine.server.vllm.environment import settle_environment
+
+    settle_environment(config, os.environ)
+    _import_all(_VLLM_IN_PROCESS)
+    from vllm.platforms import current_platform
+
+    _import_all(_VLLM_CPU if current_platform.is_cpu() else _VLLM_CUDA)
+    _import_model_of_vllm(config.model_name)
 
 
 def _import_all(names: tuple[str, ...]) -> None:
@@ -90,21 +112,6 @@ def _import_all(names: tuple[str, ...]) -> None:
             importlib.import_module(name)
         except Exception as error:  # a module of another version; a server that needs it reports the error
             logger.debug("%s cannot be imported ahead: %s: %s", name, type(error).__name__, error)
-
-
-def _compute_keys(*, is_cpu: bool) -> None:
-    """Fill inductor's in-process caches: hashes of the sources of torch and triton, and the CPU's vector features."""
-    from torch._inductor import codecache
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-    from torch._inductor.runtime import triton_compat
-
-    codecache.torch_key()
-    if triton_compat.HAS_TRITON:
-        triton_compat.triton_key()
-    if hasattr(codecache, "triton_key"):  # cached there from torch 2.13 on
-        codecache.triton_key()
-    if is_cpu:
-        pick_vec_isa()
 
 
 def _import_model_of_torch(model_name: str) -> None:

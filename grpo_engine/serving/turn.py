@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,21 +22,20 @@ PreparedT = TypeVar("PreparedT")
 log = logging.getLogger(__name__)
 
 
-def begin_in_turn(prepare: Callable[[], PreparedT | None], environment: MutableMapping[str, str]) -> PreparedT | None:
+def begin_in_turn(
+    prepare: Callable[[], PreparedT | None], environment: MutableMapping[str, str], *, always: bool = False
+) -> PreparedT | None:
     """Return when it is this process's turn; where that is later, what `prepare` has returned, which is called first.
 
     Args:
         prepare: what can be done before; its errors are logged only, since the service runs into them at its turn.
         environment: of this process; the variable is removed, so that no process below it takes it for its own.
+        always: prepare also where the turn has come, for processes that are forked from this one.
     """
     descriptor = environment.pop(GATE_VARIABLE, None)
     if descriptor is None:
-        return None
-    prepared = None
-    try:
-        prepared = prepare()
-    except Exception as error:  # a missing package, file or model: reported by what needs it, when its turn comes
-        log.info("cannot prepare everything before its turn: %s: %s", type(error).__name__, error)
+        return _prepared(prepare) if always else None
+    prepared = _prepared(prepare)
     log.info(PREPARED.text, _age_s())
     sys.stderr.flush()
     byte = os.read(int(descriptor), 1)
@@ -49,29 +46,12 @@ def begin_in_turn(prepare: Callable[[], PreparedT | None], environment: MutableM
     return prepared
 
 
-@contextmanager
-def passed_on(environment: MutableMapping[str, str], num_processes: int) -> Iterator[tuple[int, ...]]:
-    """Hand the turn of this process to so many below it, which inherit the environment and these descriptors.
-
-    Each reads one byte of a pipe of this process, which gets them when its turn comes, or is closed if its keeper ends.
-    """
-    own = environment.pop(GATE_VARIABLE, None)
-    if own is None:
-        yield ()
-        return
-    theirs, opening = os.pipe2(os.O_CLOEXEC)
-    environment[GATE_VARIABLE] = str(theirs)
-
-    def pass_on() -> None:
-        if os.read(int(own), 1):
-            os.write(opening, bytes(num_processes))
-        os.close(opening)
-
-    threading.Thread(target=pass_on, name="turn", daemon=True).start()
+def _prepared(prepare: Callable[[], PreparedT | None]) -> PreparedT | None:
     try:
-        yield (theirs,)
-    finally:
-        os.close(theirs)
+        return prepare()
+    except Exception as error:  # a missing package, file or model: reported by what needs it, when its turn comes
+        log.info("cannot prepare everything before its turn: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _age_s() -> float:

@@ -26,8 +26,10 @@ from grpo_engine.bridges.protocol import RankPlacement, Sharding
 from grpo_engine.data.rollout_source import RolloutSource
 from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.errors import ConfigError, PeerUnavailable
+from grpo_engine.installed import is_on_cpu
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.devices import limit_threads, require_device, trainable_device
+from grpo_engine.models.inductor import import_inductor
 from grpo_engine.models.loading import is_at_hand, load_tokenizer, modeling_module
 from grpo_engine.ranks.group import RankGroup, RanksFailed
 from grpo_engine.ranks.place import RankPlace, rank_place
@@ -71,18 +73,24 @@ class Sampling(Protocol):
         """What the other ranks do, by what rank 0 announces."""
 
 
-def run(config: TrainConfig, sampling: Callable[[TrainConfig, RankGroup], Sampling] | None = None) -> int:
+def run(
+    config: TrainConfig,
+    sampling: Callable[[TrainConfig, RankGroup], Sampling] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> int:
     """Train until the last step or a stop signal; returns the exit code.
 
     Args:
         sampling: builds, for a rank with its settings, what it samples with; None: groups come from a rollout API.
+        tokenizer: what `prepare` has returned, if it was called.
     """
     if config.dry_run:
         return dry_run(config)
     if config.debug_loading:
         for package in ("models", "bridges"):
             logging.getLogger(f"grpo_engine.{package}").setLevel(logging.DEBUG)
-    tokenizer = begin_in_turn(partial(prepare, config), os.environ)
+    tokenizer = begin_in_turn(partial(prepare, config), os.environ) or tokenizer
     place = rank_place(os.environ)
     if place is not None:
         config = of_rank(config, place)
@@ -128,6 +136,8 @@ def prepare(config: TrainConfig) -> PreTrainedTokenizerBase | None:
         modules.append(modeling_module(config.model_name) or "transformers")
     for module in modules:
         importlib.import_module(module)
+    if config.compile_layers:
+        import_inductor(is_cpu=is_on_cpu(config.device))
     return tokenizer
 
 

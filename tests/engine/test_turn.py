@@ -16,15 +16,25 @@ from ports import free_port
 from stage import is_open
 
 from grpo_engine.errors import ModelError
-from grpo_engine.ranks.launching import launch_ranks
-from grpo_engine.serving.turn import begin_in_turn, passed_on
+from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.environment_variables import GATE_VARIABLE
 
-RANK = """
-import os
+LAUNCHER = """
+import os, sys, threading
+from grpo_engine.ranks.launching import launch_ranks
 from grpo_engine.serving.turn import begin_in_turn
-begin_in_turn(lambda: print("prepared", flush=True), os.environ)
-print("begun", flush=True)
+
+def say(words):
+    os.write(1, f"{words}\\n".encode())
+
+def rank():
+    say(f"rank {os.environ['RANK']} begins with {prepared}")
+    return 0
+
+prepared = begin_in_turn(lambda: say("prepared") or "a tokenizer", os.environ, always=True)
+if "thread" in sys.argv:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+raise SystemExit(launch_ranks(["sh", "-c", "echo program $RANK"], num_local=2, run=rank))
 """
 TOUCHES = """
 import os, sys, threading
@@ -46,7 +56,7 @@ from grpo_engine.reference import main as reference
 from grpo_engine.reference.config import ReferenceConfig
 adapter = {"mode": "lora_restart"}
 reference.prepare(ReferenceConfig(model_name="local/tiny"))
-assert trainer.prepare(TrainConfig(model_name="local/tiny", bridge=adapter)) is not None
+assert trainer.prepare(TrainConfig(model_name="local/tiny", bridge=adapter, compile_layers=True)) is not None
 assert environment.prepare(EnvironmentConfig(model_name="local/tiny", task="sort6")) is not None
 server.prepare(ServerConfig(model_name="local/tiny", engine="torch"))
 assert "peft" in sys.modules and "transformers.models.llama.modeling_llama" in sys.modules
@@ -94,20 +104,31 @@ def test_a_held_process_exits_when_its_keeper_has_ended() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turn_comes", [True, False])
-def test_the_ranks_of_a_trainer_prepare_and_wait_together(turn_comes: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    argv = [sys.executable, "-c", RANK]
+@pytest.mark.parametrize("turn", ["has come", "comes", "never comes"])
+def test_the_ranks_of_a_trainer_are_prepared_once_and_begin_at_its_turn(turn: str) -> None:
     with gate() as (environment, ours):
-        environment = {**os.environ, **environment}
-        if turn_comes:
+        theirs = int(environment[GATE_VARIABLE])
+        if turn == "comes":
             os.write(ours, b"\n")
         os.close(ours)
-        with passed_on(environment, 2) as descriptors:
-            code = launch_ranks(argv, num_local=2, environment=environment, pass_fds=descriptors)
-    lines = capfd.readouterr().out.splitlines()
-    assert code == (0 if turn_comes else 1)
-    assert lines.count("begun") == (2 if turn_comes else 0)
-    assert lines.count("prepared") == 2 if turn_comes else lines.count("prepared") > 0
+        done = subprocess.run(
+            [sys.executable, "-c", LAUNCHER],
+            env={**os.environ, **({} if turn == "has come" else environment)},
+            pass_fds=[theirs],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        os.close(theirs)
+    begun = [] if turn == "never comes" else [f"rank {rank} begins with a tokenizer" for rank in (0, 1)]
+    assert sorted(done.stdout.splitlines()) == ["prepared", *begun]
+    assert done.returncode == (1 if turn == "never comes" else 0)
+
+
+def test_ranks_are_programs_where_an_import_has_left_a_thread() -> None:
+    done = subprocess.run([sys.executable, "-c", LAUNCHER, "thread"], capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.splitlines()) == ["prepared", "program 0", "program 1"]
+    assert "the ranks are started as programs instead" in done.stderr
 
 
 IMPORTS_TORCH = pytest.mark.extended(

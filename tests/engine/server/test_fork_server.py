@@ -18,7 +18,7 @@ import pytest
 from forked import Forked
 from serving import RunningServer, free_port, python_path, wait_healthy
 
-from grpo_engine.server.fork_server import has_cuda, why_unforkable
+from grpo_engine.forking import has_cuda, why_unforkable
 from grpo_engine.server.vllm.arguments import store_cache_bytes, stored_cache_bytes
 from grpo_engine.wire.environment_variables import RESTARTS_VARIABLE
 from grpo_engine.wire.fork_server import RESTART_SIGNAL, Restarts
@@ -229,7 +229,7 @@ def test_a_process_with_another_thread_cannot_be_forked_unless_that_is_nvmls_or_
     """On GPU machines each server used to be started as a program, because NVML had left its thread."""
     names = ("cuda00001800007", "cuda0000c100007", "jemalloc_bg_thd", "cuda-EvtHandlr", "other")
     code = (
-        "import ctypes, sys, threading; from grpo_engine.server.fork_server import why_unforkable\n"
+        "import ctypes, sys, threading; from grpo_engine.forking import why_unforkable\n"
         "def stay(name):\n"
         "    ctypes.CDLL(None).prctl(15, name.encode()); is_named.set(); may_end.wait()\n"
         "print(why_unforkable())\n"

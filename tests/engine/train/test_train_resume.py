@@ -471,8 +471,8 @@ def test_a_killed_rank_ends_the_trainer_which_resumes_with_the_curve_and_weights
             run.start("train")
             run.wait_until(lambda target=target: run.num_steps() >= target, interval_s=0)
             launcher = run.processes.pop("train")
-            ranks = psutil.Process(launcher.pid).children()
-            next(rank for rank in ranks if rank.environ()["RANK"] == str(number)).kill()
+            ranks = sorted(psutil.Process(launcher.pid).children(), key=lambda rank: rank.create_time())
+            ranks[number].kill()
             assert launcher.wait(60) == 128 + signal.SIGKILL
             assert not any(rank.is_running() for rank in ranks)
         run.start("train")

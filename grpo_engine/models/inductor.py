@@ -1,0 +1,32 @@
+"""What inductor loads and computes before the first compilation of a process, also where its cache has all kernels."""
+
+from __future__ import annotations
+
+import importlib
+
+_MODULES = (
+    *("torch._dynamo.backends.inductor", "torch._inductor.compile_fx", "torch._inductor.async_compile"),
+    *("torch._inductor.codegen.cuda_combined_scheduling", "sympy.tensor.tensor"),
+)
+
+
+def import_inductor(*, is_cpu: bool) -> None:
+    """Do it ahead; touches no GPU and starts no thread."""
+    for name in _MODULES:
+        importlib.import_module(name)
+    compute_keys(is_cpu=is_cpu)
+
+
+def compute_keys(*, is_cpu: bool) -> None:
+    """Fill inductor's in-process caches: hashes of the sources of torch and triton, and the CPU's vector features."""
+    from torch._inductor import codecache
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.runtime import triton_compat
+
+    codecache.torch_key()
+    if triton_compat.HAS_TRITON:
+        triton_compat.triton_key()
+    if hasattr(codecache, "triton_key"):  # cached there from torch 2.13 on
+        codecache.triton_key()
+    if is_cpu:
+        pick_vec_isa()
