@@ -120,10 +120,17 @@ class ShardedModel(ShardedPlacement):
         stream_on_all_ranks(self._context.ranks, self._model, self._dtype, receive)
 
     def write(self, folder: Path, kept: Path) -> None:
-        """Write a whole checkpoint, on all ranks; `kept` is not used."""
-        tensors = self.tensors()
-        if self._ranks.leads:
-            self.save(folder, tensors)
+        """Write a whole checkpoint as its layers are gathered, on all ranks; `kept` is not used."""
+        from grpo_engine.bridges.transport.saving import writing_in_parts
+        from grpo_engine.models.loading import load_tokenizer
+
+        with writing_in_parts(self._unsharded, folder) as receive:
+            if receive is not None:
+                self.stream(receive)
+        if receive is None:
+            self.save(folder, self.tensors())
+        else:
+            load_tokenizer(self._context.model_name).save_pretrained(folder)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The model's, gathered in main memory of rank 0."""

@@ -77,6 +77,55 @@ def write_whole(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tens
             writing.result()
 
 
+@contextmanager
+def writing_in_parts(model: PreTrainedModel, folder: Path) -> Iterator[Callable[[dict[str, Tensor]], None] | None]:
+    """Within, a model is written without its tokenizer as its tensors are gathered, so that they need no memory.
+
+    Yields what takes some tensors at a time, by their names in the model, and does not raise, since other ranks go on;
+    errors are raised at the end. None where transformers stores other tensors than the model has, as of fused experts.
+
+    Args:
+        model: on the meta device.
+    """
+    from grpo_engine.models.tensor_files import FilesInParts, can_write
+
+    bare = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    files: dict[Path, dict[str, Tensor]] = {}
+    texts: dict[str, str] = {}
+
+    def note(write: Write, content: dict[str, Tensor], path: str, *, metadata: Mapping[str, str]) -> None:
+        files[Path(path)] = content
+        texts.update(metadata)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with _files_written_by(note) as is_replaced:
+        if is_replaced:
+            model.save_pretrained(folder, state_dict=dict(bare), max_shard_size=_FILE_SIZE)
+    stored = {name: tensor for content in files.values() for name, tensor in content.items()}
+    if stored.keys() != bare.keys() or not all(stored[name] is bare[name] and can_write(bare[name]) for name in bare):
+        for path in folder.iterdir():
+            path.unlink()
+        yield None
+        return
+    written = FilesInParts(files, texts)
+    failures: list[Exception] = []
+
+    def take(tensors: dict[str, Tensor]) -> None:
+        if not failures:
+            try:
+                written.write(tensors)
+            except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of CUDA
+                failures.append(error)
+
+    try:
+        yield take
+    finally:
+        written.close()
+    for failure in failures:
+        raise failure
+    written.require_all()
+
+
 class _Replaced:
     """The function of transformers that writes one file, while threads have it replaced."""
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from grpo_engine.models import tensor_files
-from grpo_engine.models.tensor_files import write_tensors
+from grpo_engine.models.tensor_files import FilesInParts, write_tensors
 
 
 def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
@@ -41,6 +41,37 @@ def test_safetensors_reads_back_what_was_written(
     )
     with safe_open(tmp_path / "file.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("stage_bytes", [8, 100, 1 << 20])
+def test_files_written_in_parts_are_those_that_are_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage_bytes: int
+) -> None:
+    monkeypatch.setattr(tensor_files, "_STAGE_BYTES", stage_bytes)
+    tensors = tensors_of_all_kinds()
+    names = sorted(tensors)
+    files = {tmp_path / "one": names[::2], tmp_path / "two": names[1::2]}
+    bare = {path: {name: torch.empty_like(tensors[name], device="meta") for name in of} for path, of in files.items()}
+    written = FilesInParts(bare, {"format": "pt"})
+    for some in (names[3:], names[:3]):
+        written.write({name: tensors[name] for name in some})
+    written.close()
+    written.require_all()
+    for path, of in files.items():
+        write_tensors({name: tensors[name] for name in of}, tmp_path / "whole", metadata={"format": "pt"})
+        assert path.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_tensor_that_the_files_have_no_room_for_or_lack_is_an_error(tmp_path: Path) -> None:
+    written = FilesInParts({tmp_path / "one": {"a": torch.empty(3, device="meta"), "b": torch.empty(2)}}, {})
+    for refused in ({"a": torch.zeros(4)}, {"c": torch.zeros(3)}, {"b": torch.zeros(2).half()}):
+        with pytest.raises(ValueError, match=f"{next(iter(refused))}: .* is not what the files have room for"):
+            written.write(refused)
+    written.close()
+    lacking = FilesInParts({tmp_path / "two": {"a": torch.empty(3, device="meta")}}, {})
+    lacking.close()
+    with pytest.raises(ValueError, match="1 tensors were not written, a among them"):
+        lacking.require_all()
 
 
 def test_a_parameter_is_written_without_its_gradient(tmp_path: Path) -> None:
