@@ -79,7 +79,7 @@ def run_case(kind: str, num_ranks: int) -> dict[str, Any]:
     """The figures of one case, which are printed too; empty if it failed."""
     with tempfile.NamedTemporaryFile("r") as file:
         argv = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--case", kind, "--figures", file.name]
-        failed = launch_ranks(argv, num_local=num_ranks)
+        failed = launch_ranks(argv, num_local=num_ranks).code
         text = json.dumps({"kind": kind, "ranks": num_ranks, "failed": True}) if failed else file.read()
     print(text, flush=True)
     figures: dict[str, Any] = {} if failed else json.loads(text)

@@ -23,6 +23,9 @@ from grpo_engine.own_file import open_own_file
 from grpo_engine.python_command import module_command
 from grpo_engine.ranks.launching import launch_ranks, share_cores
 from grpo_engine.ranks.place import rank_place
+from grpo_engine.ranks.restarting import RankRestarts
+from grpo_engine.wire.environment_variables import RESTARTS_VARIABLE
+from grpo_engine.wire.fork_server import RESTART_SIGNAL
 from grpo_engine.wire.terminal_text import log_to_stderr, printable
 
 if TYPE_CHECKING:
@@ -228,6 +231,8 @@ def _train(argv: Sequence[str]) -> int:
 def _start_ranks(config: TrainerConfig, argv: Sequence[str]) -> int:
     """Import once what all ranks of this machine need, and fork them."""
     num_local = config.processes or 1
+    restarts_file = os.environ.pop(RESTARTS_VARIABLE, None)
+    restarts = RankRestarts(Path(restarts_file)) if restarts_file else None
     share_cores(os.environ, num_local)
     os.environ.setdefault(
         "OPENBLAS_NUM_THREADS", "1"
@@ -242,7 +247,8 @@ def _start_ranks(config: TrainerConfig, argv: Sequence[str]) -> int:
     else:
         from grpo_engine.train.main import prepare, run
     tokenizer = begin_in_turn(partial(prepare, config), os.environ, always=True)
-    return launch_ranks(
+    launch = partial(
+        launch_ranks,
         module_command("grpo_engine", "train", *argv),
         num_local=num_local,
         run=partial(_run_rank, partial(run, config, tokenizer=tokenizer)),
@@ -252,7 +258,9 @@ def _start_ranks(config: TrainerConfig, argv: Sequence[str]) -> int:
         master_port=config.master_port,
         stall_s=config.rank_stall_s,
         report=ranks_report(os.environ),
+        restart_signal=None if restarts is None else RESTART_SIGNAL,
     )
+    return launch().code if restarts is None else restarts.run(launch)
 
 
 def _run_rank(run: Callable[[], int]) -> int:

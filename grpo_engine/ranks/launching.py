@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -49,6 +50,20 @@ not handled."""
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksEnd:
+    """How the ranks have ended."""
+
+    code: int
+    """0, or the exit code of the first rank that failed."""
+    is_killed: bool = False
+    """Whether a rank was killed by SIGKILL."""
+    was_stopped: bool = False
+    """Whether SIGTERM or SIGINT was received."""
+    is_asked_again: bool = False
+    """Whether the signal for a restart was received."""
+
+
 def launch_ranks(
     argv: Sequence[str],
     *,
@@ -61,8 +76,9 @@ def launch_ranks(
     environment: Mapping[str, str] | None = None,
     stall_s: float = math.inf,
     report: Report | None = None,
-) -> int:
-    """Run a process per rank until all have exited; returns 0, or the exit code of the first rank that failed.
+    restart_signal: signal.Signals | None = None,
+) -> RanksEnd:
+    """Run a process per rank until all have exited.
 
     SIGTERM and SIGINT are passed to rank 0, which finishes its step and ends the others; on other machines they end the
     ranks there. The ranks end with this process, also if it is killed.
@@ -76,6 +92,7 @@ def launch_ranks(
         master_addr, master_port: of the launcher on machine 0, where there are several machines.
         stall_s: after so long without progress a rank is named.
         report: takes where the ranks are, for a supervisor.
+        restart_signal: another one on which rank 0 gets SIGTERM.
     """
     ranks: list[RankProcess] = []
     received: list[int] = []
@@ -83,9 +100,15 @@ def launch_ranks(
     def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if ranks and node_rank == 0:
-            ranks[0].send_signal(number)
+            ranks[0].send_signal(signal.SIGTERM if number == restart_signal else number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    def ended(code: int, *, is_killed: bool = False) -> RanksEnd:
+        stops = set(received) - {restart_signal}
+        is_asked_again = restart_signal in received
+        return RanksEnd(code=code, is_killed=is_killed, was_stopped=bool(stops), is_asked_again=is_asked_again)
+
+    numbers = [signal.SIGTERM, signal.SIGINT, *([] if restart_signal is None else [restart_signal])]
+    before = {number: signal.signal(number, pass_on) for number in numbers}
     shared = {**(os.environ if environment is None else environment), WORLD_SIZE: str(num_local * num_nodes)}
     share_cores(shared, num_local)
     if run is not None and (obstacle := why_unforkable()) is not None:
@@ -115,7 +138,7 @@ def launch_ranks(
             else:
                 ranks.append(ForkedRank(run, {**shared, **own}, closed=() if rank == 0 else listener))
             if received and len(ranks) == 1 and node_rank == 0:
-                ranks[0].send_signal(received[0])
+                pass_on(received.pop(0), None)
         first_rank = node_rank * num_local
         watch = opened.enter_context(
             RankWatch(positions, dict(enumerate(ranks, first_rank)), limit_s=stall_s, report=report)
@@ -127,11 +150,11 @@ def launch_ranks(
             _end(ranks)
             watch.finish(end)
             code = ranks[failed].wait()
-            return code if code > 0 else 128 - code
+            return ended(code if code > 0 else 128 - code, is_killed=code == -signal.SIGKILL)
         if any(rank.poll() is None for rank in ranks):
             _end(ranks)
-            return 128 + signal.SIGTERM
-        return 0
+            return ended(128 + signal.SIGTERM)
+        return ended(0)
 
 
 def share_cores(environment: MutableMapping[str, str], num_ranks: int) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from grpo_engine.processes import ProcessIdentity, die_with_parent
 
-_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+_HANDLED_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 class RankProcess(Protocol):
@@ -56,7 +56,7 @@ class ForkedRank:
         self._process = multiprocessing.get_context("fork").Process(
             target=_run, args=(run, os.getpid(), dict(environment), closed)
         )
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # until the fork has handlers of its own
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)  # until the fork has handlers of its own
         try:
             self._process.start()
         finally:
@@ -112,6 +112,7 @@ def _run(run: Callable[[], int], parent: int, environment: Mapping[str, str], cl
     die_with_parent(parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for descriptor in closed:
         os.close(descriptor)

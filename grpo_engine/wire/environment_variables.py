@@ -36,7 +36,8 @@ LISTENER_VARIABLE = "GRPO_LISTENER"
 """Descriptor of the socket that has the server's port; set by a fork server for a server that it starts as a
 program."""
 RESTARTS_VARIABLE = "GRPO_FORK_SERVER_RESTARTS"
-"""Path of the file in which a fork server counts its restarts (`Restarts`); set by the supervisor."""
+"""Path of the file in which a fork server, or the launcher of ranks, counts its restarts (`Restarts`); set by the
+supervisor."""
 VLLM_SERVER_VARIABLE = "GRPO_VLLM_SERVER"
 """`<pid>:<start ticks>` of the process that serves HTTP; set for the workers of a vLLM engine."""
 VLLM_SHARE_VARIABLE = "GRPO_VLLM_SHARE_WEIGHTS"

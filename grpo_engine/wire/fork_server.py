@@ -1,4 +1,8 @@
-"""How an inference server with a fork server (`grpo_engine.server.fork_server`) is restarted in place."""
+"""How services that fork what works are restarted in place.
+
+The fork server of an inference server (`grpo_engine.server.fork_server`), and the launcher of a trainer's ranks
+(`grpo_engine.ranks.restarting`), for which a rank stands in place of the inference server.
+"""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def policy_folder(run_folder: Path, policy: str | None) -> Path:
 
 
 def restarts_file(run_folder: Path, service: str) -> Path:
-    """The count of an inference service's restarts in place; written by its fork server, read by the supervisor."""
+    """Of the restarts in place of a service; written by its fork server or launcher, read by the supervisor."""
     return run_folder / f"{service}.restarts.json"
 
 

@@ -11,7 +11,8 @@ from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
 from grpo_engine.bridges.transport.in_place import InPlaceSettings
 from grpo_engine.colocate.config import TrainerConfig
 from grpo_engine.flags import to_flags
-from grpo_engine.wire.environment_variables import INFERENCE_VARIABLE
+from grpo_engine.wire.environment_variables import INFERENCE_VARIABLE, RESTARTS_VARIABLE
+from grpo_engine.wire.fork_server import RESTART_SIGNAL
 from grpo_engine.wire.log_lines import (
     MODEL_MADE,
     PARAMETERS_TRAINED,
@@ -22,8 +23,8 @@ from grpo_engine.wire.log_lines import (
     WAITING_FOR_PEER,
     WEIGHTS_ATTACHED,
 )
-from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, item_state_file
-from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, Service
+from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, item_state_file, restarts_file
+from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, RestartInPlace, Service
 from grpo_tui.services.inference import VLLM_PHASES
 
 READY_WITHIN_S = 600.0
@@ -85,6 +86,11 @@ class Trainer(Service, OfPolicy, TrainerConfig):
         return False
 
     @property
+    def has_launcher(self) -> bool:
+        """Whether its main process has all ranks, and can start them again without imports."""
+        return self.num_ranks > 1 and self.nodes == 1 and not self.num_devices
+
+    @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
         """Log lines until training begins; an engine in the trainer starts first."""
         return (*VLLM_PHASES, *PHASES) if self.own_engine == "vllm" else PHASES
@@ -106,12 +112,18 @@ class Trainer(Service, OfPolicy, TrainerConfig):
             file = item_state_file(place.run_folder, name)
             update["environment"] = self.environment.model_copy(update={"state_file": file})
         config = self.model_copy(update=update)
+        in_place, environment = None, {INFERENCE_VARIABLE: ",".join(self.inference_service)}
+        if self.has_launcher:
+            restarts = restarts_file(place.run_folder, name)
+            in_place = RestartInPlace(signal=RESTART_SIGNAL.name, file=restarts)
+            environment[RESTARTS_VARIABLE] = str(restarts)
         return self._launch(
             name,
             self.kind,
             place,
             argv=place.engine_command("train", *to_flags(config, TrainerConfig)),
-            env={INFERENCE_VARIABLE: ",".join(self.inference_service)} if self.inference_service else {},
+            env={variable: value for variable, value in environment.items() if value},
+            restart_in_place=in_place,
             written_folders=() if self.save_path is None else (place.profile_folder / self.cwd / self.save_path,),
             num_ranks=self.processes or 1,
             ready=self.ready or Probe(log=TRAINER_READY.pattern, within_s=READY_WITHIN_S, stalled_s=STALLED_S),

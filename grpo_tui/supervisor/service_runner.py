@@ -364,7 +364,8 @@ class ServiceRunner:
             looking = asyncio.to_thread(_killed_by, file, keeper.main_pid)
             killed_by = await self._guarded("fork server", looking, otherwise=None)
             if killed_by is not None:
-                self._post_event(ServerKilled(**start, words=f"its server was killed by {killed_by}"))
+                words = self._end_of_ranks(keeper.attempt) or f"its server was killed by {killed_by}"
+                self._post_event(ServerKilled(**start, words=words))
             await asyncio.sleep(SERVER_POLL_S)
 
     def _stop_watching_preparation(self) -> None:

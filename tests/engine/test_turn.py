@@ -34,7 +34,7 @@ def rank():
 prepared = begin_in_turn(lambda: say("prepared") or "a tokenizer", os.environ, always=True)
 if "thread" in sys.argv:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
-raise SystemExit(launch_ranks(["sh", "-c", "echo program $RANK"], num_local=2, run=rank))
+raise SystemExit(launch_ranks(["sh", "-c", "echo program $RANK"], num_local=2, run=rank).code)
 """
 TOUCHES = """
 import os, sys, threading

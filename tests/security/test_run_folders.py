@@ -393,7 +393,7 @@ def test_ranks_of_one_machine_meet_in_a_folder_of_their_user(tmp_path: Path) -> 
     )
     environment = {name: value for name, value in os.environ.items() if name != "MASTER_PORT"}
     argv = [sys.executable, "-c", code, str(tmp_path)]
-    assert launch_ranks(argv, num_local=2, environment=environment) == 0
+    assert launch_ranks(argv, num_local=2, environment=environment).code == 0
     stores = {(tmp_path / str(rank)).read_text() for rank in range(2)}
     assert len(stores) == 1
     assert not Path(stores.pop()).parent.exists()

@@ -29,7 +29,7 @@ def main(folder: Path, model: str) -> int:
     place = rank_place(os.environ)
     if place is None:
         argv = [sys.executable, *sys.argv]
-        return launch_ranks(argv, num_local=2, stall_s=STALL_S, report=ranks_report(os.environ))
+        return launch_ranks(argv, num_local=2, stall_s=STALL_S, report=ranks_report(os.environ)).code
     return _train(folder, model)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_engine.errors import ConfigError
+from grpo_engine.wire.environment_variables import RESTARTS_VARIABLE
 from grpo_engine.wire.run_folder import item_state_file
 from grpo_tui.profile.loaded import resolved
 from grpo_tui.profile.loading import load
@@ -22,6 +23,14 @@ def test_one_service_of_so_many_ranks_is_all_that_there_is(tmp_path: Path) -> No
     [launch] = make_plan(loaded, run_folder=tmp_path, python=sys.executable).launches
     assert launch.num_ranks == 2
     assert launch.argv[-2:] == ("--state-file", str(item_state_file(tmp_path, "trainer")))
+    assert launch.restart_in_place is not None
+    assert launch.env[RESTARTS_VARIABLE] == str(launch.restart_in_place.file)
+
+
+def test_a_trainer_of_one_process_has_no_launcher_that_could_restart_it_in_place(tmp_path: Path) -> None:
+    [launch] = make_plan(load("tiny-colocate", []), run_folder=tmp_path, python=sys.executable).launches
+    assert launch.restart_in_place is None
+    assert RESTARTS_VARIABLE not in launch.env
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""The launcher of a supervised trainer starts its ranks again without imports, when it is asked to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+from functools import partial
+from pathlib import Path
+from grpo_engine.ranks.launching import launch_ranks
+from grpo_engine.ranks.restarting import RankRestarts
+from grpo_engine.wire.fork_server import RESTART_SIGNAL
+
+def rank():
+    over = Path(os.environ["GRPO_RANKS_STORE_FILE"]).with_name("over")
+    signal.signal(signal.SIGTERM, lambda *_: over.touch())
+    left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    os.write(1, f"{os.environ['RANK']} {os.getpid()} {left.pid}\\n".encode())
+    while not over.exists():
+        time.sleep(0.01)
+    return 0
+
+restarts = RankRestarts(Path(sys.argv[1]))
+raise SystemExit(restarts.run(partial(launch_ranks, ["false"], num_local=2, run=rank, restart_signal=RESTART_SIGNAL)))
+"""
+"""Each rank leaves a process behind, and writes its number, its pid and that of the process. They end together on
+SIGTERM to one of them."""
+
+pytestmark = pytest.mark.slow
+
+
+class Launcher:
+    """A launcher with two ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.restarts_file, self.output = folder / "restarts.json", folder / "output"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(self.restarts_file)], stdout=output)
+
+    def ranks(self, start: int) -> list[tuple[int, int]]:
+        """Pids of the ranks, by number, and of what they leave; waits for their start, counted from 0."""
+        until(lambda: len(self.output.read_text().splitlines()) >= 2 * (start + 1))
+        lines = self.output.read_text().splitlines()[2 * start : 2 * (start + 1)]
+        return [(rank, left) for _, rank, left in sorted(tuple(map(int, line.split())) for line in lines)]
+
+    def restarts(self) -> dict[str, Any]:
+        """What the supervisor reads; empty at first."""
+        return json.loads(self.restarts_file.read_text()) if self.restarts_file.exists() else {}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    running = Launcher(tmp_path)
+    yield running
+    tree = psutil.Process(running.process.pid).children(recursive=True) if running.process.poll() is None else []
+    running.process.kill()
+    running.process.wait()
+    for each in tree:
+        each.kill()
+
+
+def test_the_ranks_start_again_in_the_same_launcher_after_one_was_killed(launcher: Launcher) -> None:
+    first = launcher.ranks(0)
+    os.kill(first[1][0], signal.SIGKILL)
+    until(lambda: launcher.restarts().get("killed_by") == "SIGKILL")
+    assert launcher.restarts() == {"pid": launcher.process.pid, "num_restarts": 0, "killed_by": "SIGKILL"}
+    launcher.process.send_signal(signal.SIGHUP)
+    second = launcher.ranks(1)
+    assert launcher.restarts() == {"pid": launcher.process.pid, "num_restarts": 1, "killed_by": None}
+    assert not any(psutil.pid_exists(pid) for rank in first for pid in rank)
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.process.wait(30) == 0
+    assert not any(psutil.pid_exists(rank) for rank, _ in second)
+    for _, left in second:  # the keeper of the service ends them
+        os.kill(left, signal.SIGKILL)
+
+
+def test_a_hangup_lets_rank_0_finish_its_step_and_starts_the_ranks_again(launcher: Launcher) -> None:
+    launcher.ranks(0)
+    launcher.process.send_signal(signal.SIGHUP)
+    launcher.ranks(1)
+    assert launcher.restarts()["num_restarts"] == 1
+    assert launcher.process.poll() is None
+
+
+def test_a_launcher_that_waits_to_be_asked_is_stopped_at_once(launcher: Launcher) -> None:
+    os.kill(launcher.ranks(0)[0][0], signal.SIGKILL)
+    until(lambda: launcher.restarts().get("killed_by") == "SIGKILL")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.process.wait(10) == 128 + signal.SIGKILL
