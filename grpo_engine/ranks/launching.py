@@ -143,7 +143,7 @@ def launch_ranks(
         watch = opened.enter_context(
             RankWatch(positions, dict(enumerate(ranks, first_rank)), limit_s=stall_s, report=report)
         )
-        failed = _first_failure(ranks, is_ended=lambda: bool(received) and node_rank > 0)
+        failed = first_failure(ranks, is_ended=lambda: bool(received) and node_rank > 0)
         if failed is not None:
             end = _end_words(first_rank + failed, ranks[failed], watch.stall())
             log.error("%s; the other ranks are ended", end)
@@ -180,21 +180,24 @@ def _listening(address: str, port: int) -> socket.socket:
         ) from error
 
 
-def _first_failure(ranks: Sequence[RankProcess], is_ended: Callable[[], bool]) -> int | None:
+def first_failure(ranks: Sequence[RankProcess], is_ended: Callable[[], bool]) -> int | None:
     """Wait until a rank has failed, and return its number; None once all have exited with 0, or `is_ended`.
 
-    If rank 0 reports a wrong setting at about the same time, it is the one that failed.
+    If rank 0 reports a wrong setting at about the same time, it is the one that failed; and a rank that was killed by
+    SIGKILL is, since others fail when it has ended.
     """
     while not is_ended():
         codes = [rank.poll() for rank in ranks]
         if all(code == 0 for code in codes):
             return None
+        if -signal.SIGKILL in codes:
+            return codes.index(-signal.SIGKILL)
         failed = next((number for number, code in enumerate(codes) if code), None)
         if failed is not None:
             with suppress(subprocess.TimeoutExpired):
                 if ranks[0].wait(SAME_TIME_S) == USAGE_ERROR:
                     return 0
-            return failed
+            return next((number for number, rank in enumerate(ranks) if rank.poll() == -signal.SIGKILL), failed)
         time.sleep(POLL_S)
     return None
 

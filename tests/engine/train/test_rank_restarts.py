@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from grpo_engine.ranks.launching import first_failure
+
 LAUNCHER = """
 import os, signal, subprocess, sys, time
 from functools import partial
@@ -107,3 +109,12 @@ def test_a_launcher_that_waits_to_be_asked_is_stopped_at_once(launcher: Launcher
     until(lambda: launcher.restarts().get("killed_by") == "SIGKILL")
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.process.wait(10) == 128 + signal.SIGKILL
+
+
+def test_the_rank_that_was_killed_is_named_and_not_one_that_failed_since() -> None:
+    """Rank 0 was, if it had exited before the launcher looked, and the ranks did not start again in place."""
+    programs = ("exit 1", "kill -9 $$", "exit 0")
+    ranks = [subprocess.Popen(["sh", "-c", program]) for program in programs]
+    for rank in ranks:
+        rank.wait()
+    assert first_failure(ranks, is_ended=lambda: False) == 1
