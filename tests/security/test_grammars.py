@@ -1,0 +1,60 @@
+"""Grammars that constrain an answer of vLLM are compiled only for requests with the token of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+
+from grpo_engine.server.vllm.stock import _GRAMMARS, StockApp, with_grammars_of_owners
+from grpo_engine.serving.access import AccessControl
+
+HARMLESS = {"json_object", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
+"""Fields that compile nothing of the client's by themselves."""
+
+
+async def compiled(_prompt: str, sampling_params: Any) -> AsyncIterator[str]:
+    """In place of vLLM."""
+    yield "compiled" if sampling_params.structured_outputs else "plain"
+
+
+def client_of(token: str | None, sent: str | None) -> httpx.AsyncClient:
+    generate, stock = with_grammars_of_owners(compiled), FastAPI()
+
+    @stock.post("/v1/completions")
+    async def completions(request: Request) -> str:
+        asked = (await request.json()).get("structured_outputs")
+        fields = None if asked is None else SimpleNamespace(**asked)
+        return str(await anext(generate("a", SimpleNamespace(structured_outputs=fields))))
+
+    app = AccessControl(StockApp(stock), host="127.0.0.1", token=token)
+    headers = {} if sent is None else {"Authorization": f"Bearer {sent}"}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:9001", headers=headers)
+
+
+@pytest.mark.parametrize("field", _GRAMMARS)
+async def test_a_grammar_is_compiled_only_for_requests_with_the_token_where_there_is_one(field: str) -> None:
+    """Compiling 22 of at most 2.4 MB took a core for 40 minutes and 2.8 GB, and one of 2 kB held others for 4 s."""
+    for token, sent, status in (("t", None, 401), ("t", "another", 401), ("t", "t", 200), (None, None, 200)):
+        async with client_of(token, sent) as client:
+            answer = await client.post("/v1/completions", json={"structured_outputs": {field: "a"}})
+            assert answer.status_code == status
+            if status == 401:
+                assert "a schema, grammar or choice of answers: this route requires a token" in answer.text
+            assert (await client.post("/v1/completions", json={})).text == '"plain"'
+            harmless = await client.post("/v1/completions", json={"structured_outputs": {"json_object": True}})
+            assert harmless.text == '"compiled"'
+
+
+@pytest.mark.vllm
+def test_vllm_has_no_other_kind_of_grammar() -> None:
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+    assert "structured_outputs" in SamplingParams.__annotations__
+    fields = {each.name for each in dataclasses.fields(StructuredOutputsParams) if not each.name.startswith("_")}
+    assert fields - HARMLESS == set(_GRAMMARS)
