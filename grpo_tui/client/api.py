@@ -107,6 +107,8 @@ async def _ask(run: Run) -> RunStatus:
         async with asyncio.timeout(STATUS_LIMIT_S):
             reply = await Daemon(run.folder).command("status")
     except (PeerUnavailable, TimeoutError) as error:
+        if not has_daemon(run.folder):  # it has ended since the run was looked at
+            return stored_status(look_at(run.folder))
         why = str(error) or f"no answer in {STATUS_LIMIT_S:g} s"
         text = f"the supervisor does not answer ({why}); this status is from its files"
         stored = stored_status(run)

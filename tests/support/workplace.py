@@ -23,6 +23,7 @@ from stage import is_open
 from grpo_engine.wire.supervisor import RunStatus, ServiceState, ServiceStatus, SupervisorInfo
 from grpo_tui.keeper_process import Stat
 from grpo_tui.supervisor.keeper.proc import command_line, living, marker, send_signal
+from grpo_tui.supervisor.lock import has_daemon
 
 DEADLINE_S = 120.0
 OF_HOST = {f"grpo-{os.getuid()}", "start.lock"}
@@ -186,10 +187,15 @@ class Workplace:
         return (self.run_folder() / f"{name}.log").read_text(errors="replace")
 
     def kill_supervisor(self) -> None:
-        """SIGKILL to the run's supervisor, and wait until it is gone."""
-        pid = self.supervisor().pid
+        """SIGKILL to the run's supervisor, and wait until it is gone.
+
+        Its main thread may be a zombie while others still end, and with them its lock.
+        """
+        status = self.status()
+        assert status.supervisor is not None
+        pid, folder = status.supervisor.pid, self.folder / "logs" / status.run
         os.kill(pid, signal.SIGKILL)
-        until(lambda: all(each.pid != pid for each in living()))
+        until(lambda: all(each.pid != pid for each in living()) and not has_daemon(folder))
 
     def survivors(self) -> list[Stat]:
         """All processes that were started for a run below this folder, without their supervisors."""

@@ -15,6 +15,8 @@ from stage import FAMILY, HOLDER, free_ports, is_open
 from workplace import IDLE, IGNORES_SIGTERM, SERVER, UP, Workplace, service, until
 
 from grpo_engine.wire.supervisor import ProbeOutcome, RunState, ServiceState, Warning
+from grpo_tui.client.api import run_status
+from grpo_tui.client.local import look_at
 from grpo_tui.keeper_process import all_processes, below
 from grpo_tui.supervisor.keeper.client import living_keepers
 from grpo_tui.supervisor.keeper.proc import identify
@@ -279,6 +281,14 @@ def test_after_both_supervisor_and_keeper_were_killed_every_process_is_ended(pla
     place.succeed("restart", "b")  # starts a supervisor that takes over
     place.until_state(ServiceState.FAILED)
     until(lambda: not any(map(is_open, place.ports)))
+
+
+def test_a_supervisor_that_ends_between_the_look_at_a_run_and_the_request_is_no_silent_one(place: Workplace) -> None:
+    place.up(service("a", IDLE, ready=UP))
+    seen = look_at(place.run_folder())
+    place.kill_supervisor()
+    assert seen.has_daemon
+    assert [warning.id for warning in run_status(seen).warnings] == ["no-supervisor"]
 
 
 def test_services_without_supervisor_and_keepers_are_reported_ended_and_not_started_twice(place: Workplace) -> None:
