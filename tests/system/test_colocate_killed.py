@@ -19,7 +19,7 @@ FOLDER = {folder!r}
 def dies(owner, method, phase):
     plain = getattr(owner, method)
     def call(*arguments, **named):
-        if os.path.exists(name := f"{{FOLDER}}/{{phase}}-{{os.environ['RANK']}}"):
+        if os.path.exists(name := f"{{FOLDER}}/{{phase}}-{{os.environ.get('RANK')}}"):
             os.rename(name, name + "-done")
             os.kill(os.getpid(), 9)
         return plain(*arguments, **named)
@@ -39,8 +39,8 @@ def patch():
         dies(engine, "load", "syncing")
         return
 
-if "RANK" in os.environ:
-    threading.Thread(target=patch, daemon=True).start()
+# Of the launcher, which has no thread when it forks its ranks.
+os.register_at_fork(after_in_child=lambda: threading.Thread(target=patch, daemon=True).start())
 """
 """A `sitecustomize` with which a rank kills itself in a phase once a file is there, which it renames before."""
 

@@ -289,9 +289,10 @@ class RayCluster:
             self._raylets[node_id] = each["NodeManagerAddress"], each["NodeManagerPort"]
             if node_id not in names:
                 own = [name for name in each["Resources"] if name.startswith(MACHINE_PREFIX)]
-                name = own[0] if own else each["NodeManagerHostname"]
-                # Hosts of one name, as in containers, are several machines.
-                names[node_id] = f"{name}-{node_id[:6]}" if name in names.values() else name
+                # The supervisor names machines, also the raylet in the place of a lost one, which Ray still
+                # counts as alive. Hosts of one name, as in containers, are several machines.
+                host = each["NodeManagerHostname"]
+                names[node_id] = own[0] if own else f"{host}-{node_id[:6]}" if host in names.values() else host
             found.append(
                 Node(
                     id=node_id,
