@@ -71,9 +71,9 @@ def test_a_rank_that_is_killed_in_any_phase_restarts_the_group_and_no_step_is_st
     place.succeed("up", "--profile", "tiny-colocate", *flags, "--detach", "--wait", "ready", limit_s=LIMIT_S)
     folder = place.run_folder()
     deadline = time.monotonic() + LIMIT_S
-    for attempt, (phase, rank) in enumerate((("sampling", 1), ("training", 1), ("syncing", 1), ("training", 0)), 2):
+    for restarts, (phase, rank) in enumerate((("sampling", 1), ("training", 1), ("syncing", 1), ("training", 0)), 1):
         (killer / f"{phase}-{rank}").touch()
-        while place.service("trainer").attempt != attempt:
+        while place.service("trainer").restarts != restarts:
             assert time.monotonic() < deadline, f"rank {rank} was not killed while it was {phase}, or not restarted"
             time.sleep(0.1)
         assert (killer / f"{phase}-{rank}-done").exists()
