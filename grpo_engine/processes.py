@@ -20,6 +20,9 @@ from pathlib import Path
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.02
 _KILL_ROUND_S = 0.01
+_KILL_WITHIN_S = 10.0
+_TRACKER_GRACE_S = 0.5
+"""For resource trackers to remove from shared memory what killed processes left there."""
 MAX_DESCRIPTORS = 1 << 16
 """As the soft limit, if the hard one allows; the usual 1024 are soon spent on connections."""
 
@@ -155,6 +158,26 @@ def kill(
             process.send_signal(signal.SIGKILL)
         sleep(_KILL_ROUND_S)
     return ()
+
+
+def kill_trackers_last(
+    find: Callable[[], Collection[ProcessIdentity]], *, sleep: Callable[[float], None] = time.sleep
+) -> str:
+    """`kill` all but resource trackers, which first remove from shared memory what the others have left, then all.
+
+    Returns which process survives SIGKILL, as words; empty where none does.
+    """
+
+    def but_trackers() -> list[ProcessIdentity]:
+        return [process for process in find() if not is_resource_tracker(process)]
+
+    left = kill(but_trackers, within_s=_KILL_WITHIN_S, sleep=sleep)
+    if not left:
+        wait_gone(find, within_s=_TRACKER_GRACE_S, sleep=sleep)
+        left = kill(find, within_s=_KILL_WITHIN_S, sleep=sleep)
+    pids = ", ".join(str(process.pid) for process in left)
+    how = f"is still alive {_KILL_WITHIN_S:g} s after SIGKILL: stuck in the kernel, usually in a driver"
+    return f"process {pids} {how}" if left else ""
 
 
 def is_stopped(pid: int) -> bool:

@@ -8,7 +8,6 @@ As the fork server of an inference server; see `wire.fork_server`. Torch-free.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -18,19 +17,11 @@ from pathlib import Path
 from types import FrameType
 
 from grpo_engine.errors import GrpoError
-from grpo_engine.processes import ProcessIdentity, become_subreaper, descendants, kill, wait_gone
+from grpo_engine.processes import ProcessIdentity, become_subreaper, descendants, kill_trackers_last
 from grpo_engine.ranks.launching import RanksEnd
-from grpo_engine.wire.codec import write_json_atomically
-from grpo_engine.wire.fork_server import RESTART_SIGNAL, Restarts
+from grpo_engine.wire.fork_server import ASKED_WITHIN_S, RESTART_SIGNAL, tell_supervisor
 
-ASKED_WITHIN_S = 30.0
-"""For the supervisor to ask, after a rank was killed: it ends the services that follow the trainer first."""
-TRACKER_GRACE_S = 0.5
-"""For resource trackers to remove from shared memory what the ranks left there."""
-KILL_WITHIN_S = 10.0
 POLL_S = 0.02
-
-log = logging.getLogger(__name__)
 
 
 class RankRestarts:
@@ -81,11 +72,7 @@ class RankRestarts:
         return self._is_asked and not stops
 
     def _report(self, killed_by: str | None = None) -> None:
-        now = Restarts(pid=os.getpid(), num_restarts=self._num_restarts, killed_by=killed_by)
-        try:
-            write_json_atomically(self._file, now)
-        except OSError as error:  # a full disk: the supervisor stops and starts this service after its grace
-            log.warning("%s: cannot tell the supervisor: %s", self._file, error.strerror)
+        tell_supervisor(self._file, self._num_restarts, killed_by)
 
 
 def _end_descendants() -> None:
@@ -94,13 +81,8 @@ def _end_descendants() -> None:
     Raises:
         GrpoError: a process survives SIGKILL.
     """
-    wait_gone(_living_descendants, within_s=TRACKER_GRACE_S)
-    if left := kill(_living_descendants, within_s=KILL_WITHIN_S):
-        pids = ", ".join(str(process.pid) for process in left)
-        raise GrpoError(
-            f"process {pids} of the ranks is still alive {KILL_WITHIN_S:g} s after SIGKILL: stuck in the kernel, "
-            "usually in a driver"
-        )
+    if why := kill_trackers_last(_living_descendants):
+        raise GrpoError(f"what the ranks have left: {why}")
 
 
 def _living_descendants() -> list[ProcessIdentity]:

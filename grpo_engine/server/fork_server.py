@@ -38,31 +38,22 @@ from grpo_engine.processes import (
     become_subreaper,
     descendants,
     die_with_parent,
-    is_resource_tracker,
-    kill,
+    kill_trackers_last,
     running,
     terminate,
-    wait_gone,
 )
 from grpo_engine.python_command import module_command
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.preloading import preload
 from grpo_engine.server.vllm.sockets import socket_folder
 from grpo_engine.serving.listening import refuse_connections
-from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.environment_variables import FORK_SERVER_VARIABLE, LISTENER_VARIABLE, RESTARTS_VARIABLE
-from grpo_engine.wire.fork_server import RESTART_SIGNAL, Restarts
+from grpo_engine.wire.fork_server import ASKED_WITHIN_S, RESTART_SIGNAL, tell_supervisor
 from grpo_engine.wire.log_lines import FORK_SERVER_HAS_IMPORTED, FORK_SERVER_IMPORTS, FORK_SERVER_RESTARTS
 
 _HANDLED_SIGNALS = frozenset({RESTART_SIGNAL, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
 _GRACE_S = 3.0
 """For a server that is restarted to answer running requests and to release its shared memory."""
-_TRACKER_GRACE_S = 0.5
-"""For resource trackers to remove from shared memory what the killed processes left there."""
-_KILL_WITHIN_S = 10.0
-_ASKED_WITHIN_S = 30.0
-"""For the supervisor to ask for the next server after one was killed: it ends the services that follow it first, or may
-be gone itself."""
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +203,7 @@ class ForkServer:
         refuse_connections(self._listener)
         logger.error("Fork server: the inference server (pid %d) was killed by SIGKILL", self._server)
         self._report(killed_by=signal.SIGKILL.name)
-        deadline = time.monotonic() + _ASKED_WITHIN_S
+        deadline = time.monotonic() + ASKED_WITHIN_S
         while (left_s := deadline - time.monotonic()) > 0:
             self._wait(left_s)
             while self._signals:
@@ -233,25 +224,14 @@ class ForkServer:
         Raises:
             GrpoError: a process survives SIGKILL.
         """
-        left = kill(self._find_descendants_but_trackers, within_s=_KILL_WITHIN_S, sleep=self._wait)
-        if not left:
-            wait_gone(self._find_descendants, within_s=_TRACKER_GRACE_S, sleep=self._wait)
-            left = kill(self._find_descendants, within_s=_KILL_WITHIN_S, sleep=self._wait)
-        if left:
-            pids = ", ".join(str(process.pid) for process in left)
-            raise GrpoError(
-                f"fork server: process {pids} is still alive {_KILL_WITHIN_S:g} s after SIGKILL: stuck in the "
-                "kernel, usually in a driver"
-            )
+        if why := kill_trackers_last(self._find_descendants, sleep=self._wait):
+            raise GrpoError(f"fork server: {why}")
 
     def _find_server(self) -> list[ProcessIdentity]:
         return running(self._server) if self._reap() and self._exit_code is None else []
 
     def _find_descendants(self) -> list[ProcessIdentity]:
         return descendants(os.getpid()) if self._reap() else []
-
-    def _find_descendants_but_trackers(self) -> list[ProcessIdentity]:
-        return [process for process in self._find_descendants() if not is_resource_tracker(process)]
 
     def _reap(self) -> bool:
         """Reap exited children; whether any child is left. Orphans become children: no child, no descendant."""
@@ -291,13 +271,8 @@ class ForkServer:
         self._report()
 
     def _report(self, killed_by: str | None = None) -> None:
-        if self._restarts_file is None:
-            return
-        now = Restarts(pid=os.getpid(), num_restarts=self._num_restarts, killed_by=killed_by)
-        try:
-            write_json_atomically(self._restarts_file, now)
-        except OSError as error:  # a full disk: the supervisor then stops and starts this service after its grace
-            logger.warning("%s: cannot tell the supervisor: %s", self._restarts_file, error.strerror)
+        if self._restarts_file is not None:
+            tell_supervisor(self._restarts_file, self._num_restarts, killed_by)
 
     def _exit_like_server(self) -> int:
         """The exit code of the inference server; does not return where a signal ended it."""
