@@ -439,6 +439,11 @@ class TrainConfig(Config):
         return isinstance(self.bridge, CheckpointSettings) and self.bridge.restart
 
     @property
+    def keeps_gathered(self) -> bool:
+        """Whether layers of a sharded model are gathered once a step, and stay so until its last backward pass."""
+        return self.sharding_strategy == "shard_grad_op"
+
+    @property
     def num_replicas(self) -> int:
         """Copies of the sharded model: one a machine with hybrid_shard."""
         return self.nodes if self.sharding_strategy == "hybrid_shard" else 1

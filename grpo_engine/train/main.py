@@ -282,7 +282,7 @@ def sharding_of(config: TrainConfig) -> Sharding:
     """How ranks share the model under these settings."""
     return Sharding(
         rounds_weights=config.master_weights == "stochastic_rounding",
-        keeps_gathered=config.sharding_strategy == "shard_grad_op",
+        keeps_gathered=config.keeps_gathered,
         offloads=config.cpu_offload,
     )
 

@@ -211,8 +211,8 @@ class Trainee:
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Before the forward pass of each: what ranks do once a step, they do after the last one."""
         if is_sharded(self._scorer.causal_lm):
-            keeps_gathered = self.config.sharding_strategy == "shard_grad_op"
-            begin_micro_batch(self._scorer.causal_lm, is_last=is_last, keeps_gathered=keeps_gathered)
+            kept = self.config.keeps_gathered
+            begin_micro_batch(self._scorer.causal_lm, is_last=is_last, keeps_gathered=kept)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to go backward from: scaled for a float16 model, so that small gradients are not rounded to 0."""

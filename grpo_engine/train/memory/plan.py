@@ -279,7 +279,7 @@ def _gathered(model: ModelShape, config: TrainConfig) -> Iterator[Part]:
     outside = of_layers.pop(None, 0)
     largest = max(of_layers.values(), default=0)
     yield Part("gathered embeddings", model.bytes_each * outside, STEP)
-    if config.sharding_strategy == "shard_grad_op":
+    if config.keeps_gathered:
         yield Part("gathered layers", model.bytes_each * sum(of_layers.values()), STEP)
     else:
         yield Part("gathered layers", 2 * model.bytes_each * largest, {Moment.LAYER})
