@@ -26,7 +26,7 @@ from grpo_engine.models.loading import load_model, resolve_model
 from grpo_engine.models.lora import adapter_tensors
 from grpo_engine.models.merged_lora import merged_weights
 from grpo_engine.models.stored_weights import checkpoint_folder
-from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, CheckpointMarker, open_regular
+from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CheckpointMarker, open_regular
 from grpo_engine.wire.codec import read_whole
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 GENERATION_CONFIG = "generation_config.json"
 MAX_GENERATION_CONFIG_BYTES = 1 << 20
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NUM_TOKENS = 8
 """Sampled for the check."""
 PROMPT = "1 + 1 ="

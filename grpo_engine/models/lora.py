@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from grpo_engine.errors import ModelError
 from grpo_engine.models.config import LoraSettings, parse_layer_indices
 from grpo_engine.models.layers import require_layers, require_targets
+from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,13 +73,13 @@ def save_adapter(model: PeftModel, folder: Path, dtype: torch.dtype | None = Non
     Raises:
         ModelError: the folder is no adapter.
     """
-    if folder.exists() and not (folder / "adapter_config.json").is_file():
+    if folder.exists() and not (folder / ADAPTER_CONFIG).is_file():
         raise ModelError(f"{folder}: exists and is not an adapter; choose another folder")
     beside, replaced = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.replaced")
     for leftover in (beside, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     beside.mkdir(parents=True)
-    save_file(_on_host(adapter_tensors(model), dtype), beside / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(_on_host(adapter_tensors(model), dtype), beside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     _served(model.peft_config[model.active_adapter]).save_pretrained(str(beside))
     if folder.exists():
         folder.rename(replaced)

@@ -20,9 +20,9 @@ from grpo_engine.bridges.memory.shared_names import LeftAdapter, newest_adapter,
 from grpo_engine.errors import GrpoError, ModelError, first_of
 from grpo_engine.models.same_model import is_same_model
 from grpo_engine.server.config import ServerConfig
+from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from grpo_engine.wire.codec import open_file, read_whole, shortened
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _NAMES_SHOWN = 4
 _HEADER_BYTES = 1 << 20
 """Of a file of factors: its metadata and padding."""
@@ -78,9 +78,9 @@ def check_adapter(
     if not is_same_model(str(base), resolve_model(model_name)) and not is_same_model(str(base), model_name):
         raise ModelError(
             f"{path}: made for {base}, but {model_name} is served; serve that model, or where both names mean the same "
-            f"weights, correct base_model_name_or_path in its {CONFIG_FILE}"
+            f"weights, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
         )
-    return _checked_modules(path / WEIGHTS_FILE, rank, shapes, aliases)
+    return _checked_modules(path / ADAPTER_WEIGHTS, rank, shapes, aliases)
 
 
 def refuse_unbound(path: Path, modules: Iterable[str], model: str) -> None:
@@ -119,13 +119,13 @@ def read_config(path: Path) -> dict[str, Any]:
         ModelError: it has none, or another kind than LoRA.
     """
     try:
-        config = json.loads(read_whole(path / CONFIG_FILE))
+        config = json.loads(read_whole(path / ADAPTER_CONFIG))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} cannot be read: {error}") from None
+        raise ModelError(f"{path}: not an adapter: {ADAPTER_CONFIG} cannot be read: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise ModelError(
-            f"{path}: not an adapter: {CONFIG_FILE} has peft_type {shortened(repr(kind))}; only LORA can be served"
+            f"{path}: not an adapter: {ADAPTER_CONFIG} has peft_type {shortened(repr(kind))}; only LORA can be served"
         )
     return config
 
@@ -133,7 +133,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def _checked_rank(path: Path, config: Mapping[str, Any], max_rank: int) -> int:
     rank = config.get("r")
     if not isinstance(rank, int) or rank < 1:
-        raise ModelError(f"{path}: not an adapter: {CONFIG_FILE} has rank {rank!r}")
+        raise ModelError(f"{path}: not an adapter: {ADAPTER_CONFIG} has rank {rank!r}")
     if rank > max_rank:
         raise ModelError(
             f"{path}: rank {rank} is above --max-lora-rank {max_rank}: start the server with a higher one, or train "

@@ -20,8 +20,8 @@ TRAINER_STATE = "trainer"
 """Prefix of the files of a checkpoint that only a trainer reads."""
 TRAINER_SETTINGS = f"{TRAINER_STATE}-settings.json"
 """All settings of the trainer that wrote the checkpoint; `grpo-engine train --config` takes it."""
-ADAPTER_CONFIG = "adapter_config.json"
-"""In a checkpoint of an adapter; PEFT's name."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""In a checkpoint of an adapter; PEFT's names."""
 
 
 def is_trainer_state(name: str) -> bool:

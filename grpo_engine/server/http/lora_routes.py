@@ -15,10 +15,9 @@ from grpo_engine.server.adapter_files import read_config
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Engine
 from grpo_engine.server.http.requests import read_path
+from grpo_engine.wire.checkpoints import ADAPTER_CONFIG
 from grpo_engine.wire.environment_variables import LOG_FOLDER_VARIABLE
 from grpo_engine.wire.inference import LoraLoadRequest, LoraStatus
-
-_ADAPTER_CONFIG = "adapter_config.json"
 
 
 def lora_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRouter:
@@ -27,7 +26,7 @@ def lora_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRoute
 
     def checked_adapter(text: str) -> Path:
         path = read_path(text)
-        if not read_path(f"{path}/{_ADAPTER_CONFIG}").is_file():
+        if not read_path(f"{path}/{ADAPTER_CONFIG}").is_file():
             raise HTTPException(404, f"Adapter not found: {text}")  # stock clients expect exactly this text
         return path
 
@@ -71,7 +70,7 @@ def lora_routes(engine: Engine, config: ServerConfig, instance: str) -> APIRoute
             active_adapter_name=adapter.name if adapter else None,
             active_adapter_id=adapter.number if adapter else None,
             load_count=adapter.number if adapter else 0,
-            available_adapters=sorted(str(found.parent) for found in folder.glob(f"*/{_ADAPTER_CONFIG}")),
+            available_adapters=sorted(str(found.parent) for found in folder.glob(f"*/{ADAPTER_CONFIG}")),
         )
 
     return router
