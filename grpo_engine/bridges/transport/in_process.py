@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_engine.bridges.engine import InProcessEngine, Layer
 from grpo_engine.bridges.protocol import BridgeModel, Placement, Update
+from grpo_engine.bridges.transport.served_file import Repetition
 from grpo_engine.errors import BridgeError
 from grpo_engine.processes import resident_bytes
 from grpo_engine.wire.metrics import PHASE_MEMORY_METRICS, PHASE_METRICS, SLEEP_METRICS
@@ -308,8 +309,7 @@ class InProcessBridge:
         self._written = 0
         """Version of the trainer's weights."""
         self._served: int | None = None
-        self._repeated = range(0)
-        """See `BridgeModel.repeat`."""
+        self._repetition = Repetition()
 
     def attach(self) -> BridgeModel:
         """Start the engines, which then sleep, and load the model."""
@@ -323,7 +323,7 @@ class InProcessBridge:
             save=placement.save,
             tensors=placement.tensors,
             asleep_bytes=lambda: self.engines.meter.freed_bytes,
-            repeat=self._repeat,
+            repeat=self._repetition.begin,
         )
 
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:
@@ -333,7 +333,7 @@ class InProcessBridge:
         """
         write()
         self._written = version
-        if version in self._repeated[:-1]:
+        if self._repetition.goes_on_after(version):
             return None
         engine, began = self.engines.engine, time.perf_counter()
         before, is_due = engine.num_bytes_loaded, self._is_due(version)
@@ -367,9 +367,6 @@ class InProcessBridge:
 
     def close(self) -> None:
         """Nothing is left by an engine that ends with its process."""
-
-    def _repeat(self, versions: range) -> None:
-        self._repeated = versions
 
     def _is_due(self, version: int) -> bool:
         return self._served is None or version - self._served >= self._every_steps

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Placement, Update
 from grpo_engine.bridges.transport.parameter_store import ParameterStore
-from grpo_engine.bridges.transport.served_file import ServedFile
+from grpo_engine.bridges.transport.served_file import Repetition, ServedFile
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.bridges.transport.servers import Servers, unshared_model
 from grpo_engine.errors import BridgeError, PeerUnavailable
@@ -146,8 +146,7 @@ class ParameterServiceBridge:
         self._pushed: int | None = None
         """What the store has; where steps are repeated from the journal it may be a later version than the weights'."""
         self._served_file = ServedFile(context.served_file)
-        self._repeated = range(0)
-        """See `BridgeModel.repeat`."""
+        self._repetition = Repetition()
 
     def attach(self) -> BridgeModel:
         """Find the servers, load the model, and find or make the store."""
@@ -160,7 +159,7 @@ class ParameterServiceBridge:
             self._store = OwnStore(
                 ParameterStore(self._folder, self._context.server_urls, is_stopping=self._context.is_stopping)
             )
-        return unshared_model(model, self._placement, infos, self._repeat)
+        return unshared_model(model, self._placement, infos, self._repetition.begin)
 
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:
         """Write the new values; push them if a push is due, and the store does not have a later version."""
@@ -168,7 +167,7 @@ class ParameterServiceBridge:
         if self._pushed is None:
             self._pushed = self._left_by_another()
         is_early = self._pushed is not None and version - self._pushed < self._push_every
-        if is_early or (self._pushed is not None and version in self._repeated[:-1]):
+        if is_early or (self._pushed is not None and self._repetition.goes_on_after(version)):
             return None
         from grpo_engine.models.loading import resolve_model
 
@@ -208,14 +207,11 @@ class ParameterServiceBridge:
         if self._store is not None:
             self._store.close()
 
-    def _repeat(self, versions: range) -> None:
-        self._repeated = versions
-
     def _left_by_another(self) -> int | None:
         """The version that an earlier trainer of this run has pushed, where all services have it."""
         assert self._store is not None
-        note = self._served_file.read()
-        if note is None or note.policy_version not in self._repeated:
+        note = self._served_file.read(self._repetition)
+        if note is None:
             return None
         has_it = [
             state.policy_version == note.policy_version and note.updates.get(state.instance) == state.number

@@ -1,4 +1,4 @@
-"""The note of what inference was sent last, and whether it still serves that. Torch-free.
+"""What inference may stay at while steps are repeated: the note of what it was sent last. Torch-free.
 
 A trainer that is started after one was killed repeats steps whose versions inference has. It is removed during an
 update, since one that is cut off leaves a server with other weights, or half-written ones.
@@ -16,6 +16,24 @@ from grpo_engine.wire.checkpoints import ServedNote
 from grpo_engine.wire.codec import read_whole, write_json_atomically
 
 
+class Repetition:
+    """The versions that are computed again from the journal; see `BridgeModel.repeat`."""
+
+    def __init__(self) -> None:
+        self._versions = range(0)
+
+    def begin(self, versions: range) -> None:
+        """Take them; the last one is that to which the journal leads."""
+        self._versions = versions
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._versions
+
+    def goes_on_after(self, version: int) -> bool:
+        """Whether it is one of them, and a later one follows."""
+        return version in self._versions[:-1]
+
+
 class ServedFile:
     """The file of a run; without a path, nothing is noted."""
 
@@ -27,14 +45,15 @@ class ServedFile:
         """Whether there is a folder for it: not before the first step, when nothing leads to a version."""
         return self._path is not None and self._path.parent.is_dir()
 
-    def read(self) -> ServedNote | None:
-        """What the note says; None where there is none, or it is damaged."""
+    def read(self, repetition: Repetition) -> ServedNote | None:
+        """What the note says; None where there is none, or it is damaged, or of another version than those."""
         if self._path is None:
             return None
         try:
-            return ServedNote.model_validate_json(read_whole(self._path))
+            note = ServedNote.model_validate_json(read_whole(self._path))
         except (OSError, ValidationError):
             return None
+        return note if note.policy_version in repetition else None
 
     def write(self, policy_version: int, updates: Mapping[str, int]) -> None:
         """Note what is served, where that is possible; a disk that refuses costs the next trainer a weight update.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, SavedPlacement, send_all
-from grpo_engine.bridges.transport.served_file import ServedFile
+from grpo_engine.bridges.transport.served_file import Repetition, ServedFile
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.bridges.transport.server_control import is_listening
 from grpo_engine.errors import BridgeError, PeerUnavailable
@@ -74,7 +74,7 @@ class Servers:
         self._pool = ThreadPoolExecutor(len(self.all), thread_name_prefix="inference-server")
         self._looked_at = self._compared_at = -_LOOK_EVERY_S
         self._served_file = ServedFile(context.served_file)
-        self._repeated = range(0)
+        self._repetition = Repetition()
 
     @property
     def asked(self) -> list[Server]:
@@ -200,12 +200,12 @@ class Servers:
 
     def repeat(self, versions: range) -> None:
         """See `BridgeModel.repeat`."""
-        self._repeated = versions
+        self._repetition.begin(versions)
 
     def kept_version(self) -> int | None:
         """What all of them serve as an earlier trainer of this run has sent it, if they may stay at that."""
-        note = self._served_file.read()
-        if note is None or note.policy_version not in self._repeated:
+        note = self._served_file.read(self._repetition)
+        if note is None:
             return None
         version, infos = note.policy_version, self.infos()
         for info in infos.values():
@@ -220,8 +220,8 @@ class Servers:
 
     def may_stay(self, served: int | None, version: int) -> bool:
         """Whether servers that have `served` (None: nothing by this trainer) need not be sent `version`."""
-        is_newest = version in self._repeated[-1:]
-        return served is not None and version in self._repeated and (not is_newest or version == served)
+        has_it = version == served and version in self._repetition
+        return served is not None and (has_it or self._repetition.goes_on_after(version))
 
     @contextmanager
     def noting(self, version: int) -> Iterator[None]:

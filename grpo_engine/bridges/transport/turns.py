@@ -23,6 +23,7 @@ from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Update
 from grpo_engine.bridges.transport.broadcast import StreamedPlacement
 from grpo_engine.bridges.transport.in_process import EngineState, PhaseClock, SleepMeter
 from grpo_engine.bridges.transport.sender_file import announce_sender
+from grpo_engine.bridges.transport.served_file import Repetition
 from grpo_engine.bridges.transport.server_control import is_listening
 from grpo_engine.bridges.transport.servers import Servers, require_same_model, unshared_model
 from grpo_engine.errors import BridgeError, GrpoError, PeerError, PeerUnavailable
@@ -88,8 +89,7 @@ class TurnsBridge:
         self._is_awake = False
         """Whether the server was woken with them."""
         self._num_updates = 0
-        self._repeated = range(0)
-        """See `BridgeModel.repeat`."""
+        self._repetition = Repetition()
         self._tried_at = -_TRY_EVERY_S
         self._phases, self._meter = PhaseClock(), SleepMeter()
 
@@ -118,7 +118,7 @@ class TurnsBridge:
             num_bytes=self._staging_bytes,
         )
         self._version, self._are_whole = info.policy_version, True
-        return unshared_model(model, self._placement, [info], self._repeat)
+        return unshared_model(model, self._placement, [info], self._repetition.begin)
 
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:
         """Write the new values, and wake the server with them; one that does not answer gets them once it does.
@@ -128,7 +128,7 @@ class TurnsBridge:
         self._are_whole = self._is_awake = False
         write()
         self._version, self._are_whole = version, True
-        if version in self._repeated[:-1]:
+        if self._repetition.goes_on_after(version):
             self._give_turn()
             return None
         return self._try_to_wake()
@@ -256,9 +256,6 @@ class TurnsBridge:
             num_servers=1,
             phase_times={**self._phases.take(), **self._meter.take()},
         )
-
-    def _repeat(self, versions: range) -> None:
-        self._repeated = versions
 
     def _give_turn(self) -> None:
         """Free what torch keeps of the step's memory: the server allocates beside it."""
