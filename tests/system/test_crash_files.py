@@ -76,6 +76,17 @@ async def test_a_secret_in_a_log_is_masked(stage: Stage) -> None:
     assert "key is ***" in written(stage, {"a": launch}).read_text().splitlines()
 
 
+def test_the_report_on_a_second_kill_of_an_attempt_keeps_that_on_the_first(stage: Stage) -> None:
+    """A server or rank that is killed is started again in place, in the same attempt: its report was replaced."""
+    launches = {"a": stage.launch("a")}
+    for why in ("rank 0 was killed", "rank 1 was killed"):
+        path = write_report(stage.folder, status(stage, *launches), launches, "a", attempt=1, why=why)
+        assert path is not None
+    newest, earlier = path.read_text().split("=== an earlier failure of the same attempt ===\n")
+    assert newest.startswith("a failed: rank 1 was killed")
+    assert earlier.startswith("a failed: rank 0 was killed")
+
+
 def test_a_service_that_never_started_has_a_report_too(stage: Stage) -> None:
     assert "(no output in this attempt)" in written(stage, {"a": stage.launch("a")}).read_text()
 

@@ -33,6 +33,8 @@ from grpo_tui.supervisor.keeper.client import KeeperState
 from grpo_tui.supervisor.machine import exit_text
 from grpo_tui.supervisor.report.machine_facts import Facts, Space, machine_facts
 
+EARLIER_FAILURE = b"\n\n=== an earlier failure of the same attempt ===\n"
+MAX_EARLIER_BYTES = 1 << 20
 MAX_REPORTS = 20
 """Per service: the first, and the newest."""
 SEARCHED_LINES, OWN_LINES, OTHER_LINES = 400, 60, 25
@@ -351,6 +353,8 @@ def write_report(
 ) -> Path | None:
     """Write `crash-<service>-<attempt>.txt` beside the logs; return its path, or None when that was not possible.
 
+    An attempt that was restarted in place after a kill may have one already, which then follows the new one.
+
     Blocks for some milliseconds: run it in a thread.
 
     Args:
@@ -378,7 +382,7 @@ def write_report(
             oom_kills=oom_kills,
         )
         text = printable(masked_text(text, secrets(launches.values(), os.environ)), keep="\n\t")
-        write_atomically(path, text.encode(), mode=0o600)
+        write_atomically(path, text.encode() + _earlier(path), mode=0o600)
         _drop_surplus(run_folder, service)
     except OSError as error:
         log.error("%s: cannot write the crash report: %s; free some space", path, error.strerror or error)
@@ -408,6 +412,13 @@ def _history(run_folder: Path, service: str, attempt: int) -> list[KeeperState]:
             content = read_whole(keeper_state_file(run_folder, service, number))
             found.append(KeeperState.model_validate_json(content))
     return found
+
+
+def _earlier(path: Path) -> bytes:
+    """What the file has from an earlier failure of the same attempt, of a long history the newest part."""
+    with suppress(OSError):
+        return EARLIER_FAILURE + read_whole(path)[:MAX_EARLIER_BYTES]
+    return b""
 
 
 def _drop_surplus(run_folder: Path, service: str) -> None:
