@@ -21,6 +21,7 @@ from ports import free_ports
 from workplace import PYTHON, Workplace
 
 from grpo_engine.wire.run_folder import checkpoint_steps
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES
 from grpo_tui.supervisor.keeper.proc import below, send_signal
 from grpo_tui.supervisor.keeper.proc import living as all_processes
 
@@ -134,11 +135,18 @@ def allow(allowed: Path, num_groups: int) -> None:
     draft.replace(allowed)
 
 
+def is_ending(place: Workplace, run: str) -> bool:
+    status = json.loads(place.succeed("status", run, "--json"))
+    return status["is_ending"] or status["state"] in ENDED_RUN_STATES
+
+
 def kill(place: Workplace, run: str, *, everything: bool) -> None:
     """SIGKILL to the trainer, or to the supervisor with all that is below it."""
     status = json.loads(place.succeed("status", run, "--json"))
     if not everything:
         os.kill(next(each["pid"] for each in status["services"] if each["name"] == "trainer"), signal.SIGKILL)
+        # Until the supervisor knows, a `resume` joins the run, as it does any live one.
+        until_within(lambda: is_ending(place, run))
         return
     keepers = below(status["supervisor"]["pid"], all_processes())
     os.kill(status["supervisor"]["pid"], signal.SIGKILL)
