@@ -18,7 +18,7 @@ from launches import launch
 from ports import free_port
 from stage import Stage
 
-from grpo_engine.wire.environment_variables import ATTEMPT_VARIABLE, SERVICE_VARIABLE
+from grpo_engine.wire.environment_variables import ATTEMPT_VARIABLE, MACHINE_ADDRESS_VARIABLE, SERVICE_VARIABLE
 from grpo_engine.wire.run_folder import BROKER_FILE, TOKEN_FILE
 from grpo_engine.wire.supervisor import MachinesReport, MachineStatus, Refusal
 from grpo_tui import remote_process
@@ -125,6 +125,17 @@ async def test_a_service_on_a_machine_has_its_log_its_devices_and_its_exit_code_
         assert process.returncode == 7
         assert out.decode() == "devices 0\n"
     assert not (bench.run_folder / "machines.json").exists()
+
+
+async def test_a_service_is_told_the_address_of_its_machine(stage: Stage, tmp_path: Path) -> None:
+    bench = Bench(
+        stage, tmp_path, [program("a", f"import os; print(os.environ[{MACHINE_ADDRESS_VARIABLE!r}])")], left=1
+    )
+    bench.cluster.addresses["left"] = "127.0.0.2"
+    (bench.run_folder / TOKEN_FILE).write_text("token")
+    async with bench.broker():
+        out, _ = await (await bench.start("a")).communicate()
+        assert out.decode() == "127.0.0.2\n"
 
 
 async def test_a_stop_reaches_the_service_and_its_signal_is_the_exit_here(stage: Stage, tmp_path: Path) -> None:

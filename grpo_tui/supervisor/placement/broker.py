@@ -23,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.codec import MAX_LINE_BYTES, Message, to_line, write_atomically, write_json_atomically
+from grpo_engine.wire.environment_variables import MACHINE_ADDRESS_VARIABLE
 from grpo_engine.wire.run_folder import BROKER_FILE, PLACES_FILE
 from grpo_engine.wire.supervisor import MachinesReport
 from grpo_tui.remote_process import EXIT_LOST
@@ -478,6 +479,7 @@ class Broker:
         environment = {name: value for name, value in request.environment.items() if name not in LOCAL_VARIABLES}
         devices = self._taken[request.service]
         environment |= {VISIBLE_DEVICES: ",".join(map(str, devices)), DEVICE_ORDER: "PCI_BUS_ID"}
+        environment[MACHINE_ADDRESS_VARIABLE] = held.node.address
         placed = replace(launch, env=environment, gpus=devices)
         answer = await self._ask(
             held,
