@@ -1,9 +1,16 @@
-"""Keeps code of other users out of our processes: the command line of each, and whose a folder of modules is."""
+"""Keeps code of other users out of our processes: command line, environment, and whose a folder of modules is."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+
+SEARCH_PATHS = (
+    *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH"),
+    *("LIBRARY_PATH", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"),  # of the compilers that torch and Triton call
+)
+"""Variables in which an empty entry is the working directory; `export PYTHONPATH=$PYTHONPATH:/mine` makes one."""
 
 
 def module_command(module: str, *arguments: str, python: str | None = None) -> tuple[str, ...]:
@@ -13,6 +20,17 @@ def module_command(module: str, *arguments: str, python: str | None = None) -> t
     module that would be run.
     """
     return (python or sys.executable, "-P", "-m", module, *arguments)
+
+
+def without_empty_entries(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables for a process in another working directory, which is none of its search paths by chance."""
+    kept = dict(environment)
+    for name in SEARCH_PATHS:
+        if name in kept and not (entries := [entry for entry in kept[name].split(os.pathsep) if entry]):
+            del kept[name]
+        elif name in kept:
+            kept[name] = os.pathsep.join(entries)
+    return kept
 
 
 def others_may_write(folder: str | os.PathLike[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.machinery
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from stage import Stage
 
 from grpo_engine import aliases
 from grpo_engine.cli import _close_to_others
@@ -166,3 +168,20 @@ def test_a_module_of_a_task_is_found_and_a_library_is_not_replaced_beside_it_by_
     assert (spec.origin == str(tmp_path / "httpx.py")) == (mode == 0o700)
     for name in ("rewards_beside", "helper_beside"):
         del sys.modules[name]
+
+
+def test_an_empty_entry_of_a_search_path_does_not_make_the_working_directory_of_a_service_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`export PYTHONPATH=$PYTHONPATH:/mine` makes one, and Python searches the working directory, with `-P` too."""
+    (tmp_path / "sitecustomize.py").write_text("print('code of another user')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{REPOSITORY}")
+    monkeypatch.setenv("LD_LIBRARY_PATH", os.pathsep)
+    words = [sys.executable, "-P", "-c", "import os; print(os.environ['PYTHONPATH'], 'LD_LIBRARY_PATH' in os.environ)"]
+
+    async def run() -> None:
+        stage = Stage(folder=tmp_path, run="empty-entries", token="none")
+        await (await stage.start(*words)).exited()
+
+    asyncio.run(run())
+    assert (tmp_path / "a.log").read_text().splitlines()[1:] == [f"{REPOSITORY} False"]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from grpo_engine.errors import GrpoError
+from grpo_engine.python_command import without_empty_entries
 from grpo_engine.wire.codec import Message, Pid, Ticks, Time, Whole, write_json_atomically
 from grpo_engine.wire.environment_variables import (
     ATTEMPT_VARIABLE,
@@ -269,7 +270,7 @@ def _spec(launch: Launch, attempt: int, run_folder: Path) -> keeper_process.Spec
 
 def _environment(launch: Launch, run: str, attempt: int, run_folder: Path) -> dict[str, str]:
     """The run's token, the supervisor's environment, the service's, and the marker by which its processes are found;
-    the later ones win."""
+    the later ones win. Its working directory is searched only where it is named: others may write there."""
     marks = {
         RUN_VARIABLE: run,
         SERVICE_VARIABLE: launch.name,
@@ -281,7 +282,7 @@ def _environment(launch: Launch, run: str, attempt: int, run_folder: Path) -> di
     token = run_folder.resolve() / TOKEN_FILE
     # A run of an earlier version has none; a person may have set another.
     found = {TOKEN_FILE_VARIABLE: str(token)} if token.exists() else {}
-    environment = {**found, **os.environ, **own, **launch.env, **marks}
+    environment = without_empty_entries({**found, **os.environ, **own, **launch.env, **marks})
     environment.pop(GATE_VARIABLE, None)  # of a service in which this supervisor was started
     return environment
 
