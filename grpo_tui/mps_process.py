@@ -45,6 +45,8 @@ END_LIMIT_S = 5.0
 """For the daemon to exit: it outlives `quit` by more than a second (measured)."""
 ANSWER_LIMIT_S = 5.0
 POLL_S = 0.1
+FOLDER_POLL_S = 5.0
+"""For the folder of the socket to be seen gone."""
 SHOWN_LINES = 20
 """Of the server's log, where it failed."""
 Answer = TypeVar("Answer")
@@ -91,6 +93,8 @@ class Daemon:
         self._environment = environment
         self._pipes, self._logs = Path(environment[PIPES]), Path(environment.get(LOGS, environment[PIPES]))
         self._process: subprocess.Popen[bytes] | None = None
+        self._made: tuple[int, int] | None = None
+        """The folder of the socket, as `_folder` tells it."""
         self._has_failed = False
         """Whether it or its server has ended: `quit` would wait for clients, whose restart waits for this process."""
         self._servers: dict[int, int | None] = {}
@@ -101,6 +105,7 @@ class Daemon:
         for folder in (self._pipes, self._logs):
             shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed
             folder.mkdir(mode=0o700, parents=True)
+        self._made = self._folder()
         # A process group of its own: a stop signal for ours reaches it as `quit`, which ends the server too.
         self._process = subprocess.Popen(
             [self._program, "-f"], stdin=subprocess.DEVNULL, env=self._environment, process_group=0
@@ -149,30 +154,44 @@ class Daemon:
         raise CannotHave(f"since its server did not start in {START_LIMIT_S:g} s{self._last_words()}")
 
     def watch(self, server: int, wakeup: int) -> int:
-        """Wait until one of the two exits (1) or a signal comes (0)."""
+        """Wait until one of the two exits or their folder is gone (1), or a signal comes (0).
+
+        Processes that use the daemon would go on without the folder; one that starts later would find no daemon, and be
+        time-sliced beside them.
+        """
         assert self._process is not None
         poll = select.poll()
         poll.register(wakeup, select.POLLIN)
         ends = {}
         for pid, what in ((self._process.pid, "control daemon"), (server, "server")):
             try:
-                ends[os.pidfd_open(pid)] = f"its {what} (pid {pid})"
+                ends[os.pidfd_open(pid)] = f"its {what} (pid {pid}) ended"
             except ProcessLookupError:
-                return self._report_end(f"its {what} (pid {pid})")
+                return self._report_end(f"its {what} (pid {pid}) ended")
         for handle in ends:
             poll.register(handle, select.POLLIN)
         while True:
-            for ready, _ in poll.poll():
+            happened = poll.poll(FOLDER_POLL_S * 1000)
+            if not happened and self._folder() != self._made:
+                return self._report_end(f"the folder of its socket, {self._pipes}, was removed, so it is ended")
+            for ready, _ in happened:
                 if ready != wakeup:
                     return self._report_end(ends[ready])
                 if _signalled(wakeup):
                     return 0
 
+    def _folder(self) -> tuple[int, int] | None:
+        """What tells the folder of the socket from one of the same name; None where there is none."""
+        with suppress(OSError):
+            found = self._pipes.lstat()
+            return found.st_dev, found.st_ino
+        return None
+
     def _report_end(self, what: str) -> int:
         self._has_failed = True
         for line in self._log_lines():
             _say(f"server.log: {line}")
-        _say(f"MPS: {what} ended: every service that uses it fails at its next call to CUDA")
+        _say(f"MPS: {what}: every service that uses it fails at its next call to CUDA")
         return 1
 
     def _ask(self, command: str, limit_s: float = ANSWER_LIMIT_S) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,3 +194,20 @@ def test_a_server_that_the_driver_refuses_is_quoted_from_its_log(
         until(lambda: log.exists() and bool(log.read_text()))
         with pytest.raises(CannotHave, match=r"did not start in 0\.5 s: the driver refuses"):
             daemon.start_server(lambda: False)
+
+
+def test_a_daemon_whose_socket_folder_vanished_ends_so_that_no_restarted_service_misses_it(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mps_process, "FOLDER_POLL_S", 0.02)
+    pipes = Path(environment[mps_process.PIPES])
+    signals, sender = socket.socketpair()  # no signal comes
+    with signals, sender, Daemon(environment) as daemon:
+        server = daemon.start_server(lambda: False)
+        assert server is not None
+        pipes.rename(pipes.with_name("away"))
+        pipes.mkdir(mode=0o700)  # by who cleans up, or by the supervisor
+        assert daemon.watch(server, signals.fileno()) == 1
+    assert f"the folder of its socket, {pipes}, was removed" in capfd.readouterr().out
+    left = read_stat(server)
+    assert left is None or left.is_dead
