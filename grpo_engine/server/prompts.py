@@ -8,12 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from grpo_engine.errors import DataError
+from grpo_engine.serving.access import Token, caller
 from grpo_engine.wire.inference import GenerateRequest
 
 MAX_COMPLETIONS = 4096
 """Of one prompt; several times the largest groups that are trained on."""
 MAX_LOGPROBS = 20
 """At each token, as vLLM's default of this name: those of a whole vocabulary are megabytes."""
+MAX_LOGPROBS_WITHOUT_TOKEN = 1 << 19
+"""Of all tokens that one request may have sampled, where the server has a token and the request has not. One of 5
+million, in 150 bytes, took 1.2 GB, and held the event loop for 6 s while its answer was made."""
 
 
 class PromptCodec:
@@ -85,6 +89,28 @@ def check_num_completions(n: int, *, num_prompts: int = 1) -> None:
         )
 
 
+def check_num_logprobs(
+    *, n: int, max_tokens: int, logprobs: int | None, num_prompt: int = 0, prompt_logprobs: int | None = None
+) -> None:
+    """Refuse a request without the token whose answer could be very long.
+
+    Args:
+        num_prompt: tokens of the prompt.
+
+    Raises:
+        DataError: with its earlier prompts it asks for too many.
+    """
+    asking = caller()
+    asking.num_logprobs += n * max_tokens * (1 + (logprobs or 0))
+    if prompt_logprobs is not None:
+        asking.num_logprobs += num_prompt * (1 + prompt_logprobs)
+    if asking.token is Token.WRONG and asking.num_logprobs > MAX_LOGPROBS_WITHOUT_TOKEN:
+        raise DataError(
+            f"n × max_tokens × (1 + logprobs): up to {asking.num_logprobs} log-probabilities; a request without the "
+            f"token of the run may have {MAX_LOGPROBS_WITHOUT_TOKEN}: set a smaller max_tokens, n or logprobs"
+        )
+
+
 def check_listed_prompts(body: Mapping[str, Any]) -> None:
     """The same for a body in OpenAI's shape, which may hold a list of prompts, before it is validated.
 
@@ -129,4 +155,12 @@ def max_new_tokens(
             raise DataError(f"{name}: {asked}, but this server has at most {most} at each token: ask for fewer")
     if (foreign := next((t for t in params.stop_token_ids or () if not 0 <= t < vocabulary), None)) is not None:
         raise DataError(f"stop_token_ids: {foreign} is not in the vocabulary of {vocabulary}")
-    return min(params.max_tokens, max_model_len - len(prompt))
+    max_tokens = min(params.max_tokens, max_model_len - len(prompt))
+    check_num_logprobs(
+        n=params.n,
+        max_tokens=max_tokens,
+        logprobs=params.logprobs,
+        num_prompt=len(prompt),
+        prompt_logprobs=params.prompt_logprobs,
+    )
+    return max_tokens

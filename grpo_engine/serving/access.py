@@ -14,6 +14,8 @@ import hmac
 import ipaddress
 import socket
 from collections.abc import Callable, Collection
+from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from starlette.datastructures import Headers
@@ -41,6 +43,23 @@ class Token(Enum):
     RIGHT = auto()
     WRONG = auto()
     """Another one, or none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Caller:
+    """Who sent the request that is being answered."""
+
+    token: Token = Token.NONE_SET
+    num_logprobs: int = 0
+    """Log-probabilities that it has asked for so far, in all of its prompts."""
+
+
+_caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
+
+
+def caller() -> Caller:
+    """The sender of the request that this task answers; outside of `AccessControl` one of a service without a token."""
+    return _caller.get() or Caller()
 
 
 def token_of(scope: Scope) -> Token:
@@ -105,6 +124,7 @@ class AccessControl:
                 await refusal(scope, receive, send)
                 return
             scope[TOKEN_KEY] = token
+            _caller.set(Caller(token=token))
         await self._app(scope, receive, send)
 
     def _token_in(self, headers: Headers) -> Token:

@@ -1,5 +1,5 @@
-"""Limits of HTTP connections that uvicorn does not have: their number, the time for headers, their length, and
-requests that come before the ones before them are answered."""
+"""Limits of HTTP connections that uvicorn does not have: their number, the time for headers, their length, requests
+that come before the ones before them are answered, and answers that are not read."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from grpo_engine.serving.access import TOKEN_KEY, Token
 
 HEADERS_WITHIN_S = 30.0
 """From the connection, or the first byte of a later request, to the end of its headers; uvicorn waits without end."""
+READ_WITHIN_S = 60.0
+"""For `LEAST_READ_BYTES` of an answer that waits to be read, without the token; uvicorn keeps it without end."""
+LEAST_READ_BYTES = 4 << 20
+"""In that time: 64 KiB/s, as of a body."""
 _LOOK_AGAIN_S = 1.0
 """A loop that was blocked runs its timers before it reads what has arrived meanwhile."""
 RESERVED_SHARE = 1 / 8
@@ -59,6 +63,8 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
     _closing: asyncio.TimerHandle | None = None
     """Closes the connection, unless headers are complete before."""
+    _reading: asyncio.TimerHandle | None = None
+    """Closes the connection, unless enough of the answer is read before."""
     opened_at = 0.0
     _is_in_headers = False
     _num_header_bytes = 0
@@ -130,9 +136,20 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
             raise ValueError(f"more than {MAX_PIPELINED} requests before the first is answered")
         super().on_headers_complete()
 
+    def pause_writing(self) -> None:
+        """More of an answer is there than the client has read: it is to read on."""
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        """It has read nearly all."""
+        super().resume_writing()
+        self._end_reading()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is left to close."""
         self._end_wait()
+        self._end_reading()
         super().connection_lost(exc)
 
     def _begin_wait(self) -> None:
@@ -140,6 +157,22 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
     def _look_again(self) -> None:
         self._closing = self.loop.call_later(_LOOK_AGAIN_S, self.transport.close)
+
+    def _await_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+
+        def look_again() -> None:
+            if not self.has_token and self.transport.get_write_buffer_size() > unread - LEAST_READ_BYTES:
+                self.transport.abort()
+            else:
+                self._await_reader()
+
+        self._reading = self.loop.call_later(READ_WITHIN_S, look_again)
+
+    def _end_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     def _end_wait(self) -> None:
         if self._closing is not None:

@@ -453,6 +453,43 @@ def test_a_connection_with_many_requests_before_the_first_answer_is_closed_and_o
         assert answer_to(few, request) == (200, b"0")
 
 
+@pytest.mark.parametrize("token", [None, "t"])
+async def test_an_answer_that_is_not_read_is_given_up_unless_the_request_had_the_token(
+    token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 of 33 MB each, whose clients lived and never read, took 1.1 GB for as long as they lived."""
+    monkeypatch.setattr(connections, "READ_WITHIN_S", 0.05)
+    monkeypatch.setattr(connections, "LEAST_READ_BYTES", MIB)
+
+    async def long(_request: Request) -> PlainTextResponse:
+        return PlainTextResponse("a" * (16 * MIB))
+
+    seen: list[LimitedProtocol] = []
+
+    class Seen(LimitedProtocol):
+        looks = 0
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            seen.append(self)
+
+        def _await_reader(self) -> None:
+            super()._await_reader()
+            self.looks += 1
+
+    answering = AccessControl(FastAPI(routes=[Route("/", long)]), host="127.0.0.1", token="t")
+    with served(answering, http=Seen) as url, connected(url) as client:
+        credential = f"Authorization: Bearer {token}\r\n" if token else ""
+        client.sendall(f"GET / HTTP/1.1\r\nHost: localhost\r\n{credential}\r\n".encode())
+        await until(lambda: bool(seen) and (seen[0].transport.is_closing() or seen[0].looks > 3))
+        assert seen[0].transport.is_closing() == (token is None)
+        num_read = 0
+        with contextlib.suppress(ConnectionError):
+            while num_read < 16 * MIB and (part := client.recv(MIB)):
+                num_read += len(part)
+        assert (num_read >= 16 * MIB) == (token is not None)
+
+
 # --- numbers and paths -----------------------------------------------------------------------------------------------
 
 
@@ -460,6 +497,49 @@ def test_more_completions_than_a_group_could_have_are_refused_with_the_bound() -
     check_num_completions(4096)
     with pytest.raises(DataError, match="n: 100000 completions of one prompt; at most 4096"):
         check_num_completions(100_000)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "status"),
+    [
+        ("no", {"n": 4096, "max_tokens": 60, "logprobs": 20}, 400),
+        ("t", {"n": 4096, "max_tokens": 60, "logprobs": 20}, 200),
+        ("no", {"n": 4096, "max_tokens": 60, "logprobs": 0}, 200),
+        ("no", {"n": 1, "max_tokens": 10**6, "logprobs": 5}, 400),
+        ("no", {"n": 1, "max_tokens": 1, "prompt_logprobs": 20, "prompt": {"prompt_token_ids": [1] * 30_000}}, 400),
+    ],
+)
+async def test_a_request_without_the_token_may_ask_for_half_a_million_log_probabilities(
+    given: str, asked: dict[str, Any], status: int
+) -> None:
+    """One for 5 million took 1.2 GB and held the event loop for 6 s, and the run for 22 s."""
+
+    async def generate(request: Request) -> PlainTextResponse:
+        params = GenerateRequest.model_validate({"prompt": "a"} | await request.json())
+        prompt = [1] if isinstance(params.prompt, str) else params.prompt.prompt_token_ids
+        return PlainTextResponse(str(max_new_tokens(prompt, params, max_model_len=10**6, vocabulary=100)))
+
+    ours = FastAPI(routes=[Route("/generate", generate, methods=["POST"])])
+    add_error_answers(ours)
+    async with client_of(AccessControl(ours, host="127.0.0.1", token="t")) as client:
+        answer = await client.post("/generate", json=asked, headers={"Authorization": f"Bearer {given}"})
+        assert answer.status_code == status
+        if status == 400:
+            assert "a request without the token of the run may have 524288" in answer.json()["detail"]
+
+
+async def test_the_prompts_of_a_list_share_the_log_probabilities_of_a_request_without_the_token() -> None:
+    async def completions(request: Request) -> PlainTextResponse:
+        asked = GenerateRequest(prompt="", **await request.json())
+        for _ in range(4):
+            max_new_tokens([1], asked, max_model_len=10**6, vocabulary=100)
+        return PlainTextResponse("well")
+
+    ours = FastAPI(routes=[Route("/v1/completions", completions, methods=["POST"])])
+    add_error_answers(ours)
+    async with client_of(AccessControl(ours, host="127.0.0.1", token="t")) as client:
+        for max_tokens, status in ((1 << 17, 200), (1 + (1 << 17), 400)):
+            assert (await client.post("/v1/completions", json={"max_tokens": max_tokens})).status_code == status
 
 
 class Letters:

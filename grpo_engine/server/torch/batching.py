@@ -25,6 +25,8 @@ class Job:
     is_cancelled: bool = False
     is_cut: bool = False
     """Whether the copies that are being decoded end where they are, because the weights are about to change."""
+    is_without_token: bool = False
+    """Whether the server has a token and the request has not; such requests wait for all others."""
     finished: list[tuple[Decoded, int]] = field(default_factory=list)
     """Decoded copies in order, each with its policy version."""
     prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
@@ -49,8 +51,13 @@ class Job:
 def next_batch(waiting: Sequence[Job], *, max_rows: int, max_tokens: int) -> list[tuple[Job, int]]:
     """The jobs of the next batch with the number of copies of each; at least one copy of the first.
 
-    `max_tokens` limits the cache: rows times the longest prompt and completion together.
+    Requests without the token have batches of their own, once no other request waits: all rows of a batch are answered
+    when the longest has ended.
+
+    Args:
+        max_tokens: limits the cache: rows times the longest prompt and completion together.
     """
+    waiting = [job for job in waiting if not job.is_without_token] or waiting
     chosen: list[tuple[Job, int]] = []
     rows = longest = 0
     for job in waiting:

@@ -37,6 +37,7 @@ from grpo_engine.server.stall_detector import StallDetector
 from grpo_engine.server.torch.batching import Job, next_batch
 from grpo_engine.server.torch.decoding import Decoded, Decoder, Work
 from grpo_engine.server.torch.weights import ServedWeights, open_weights, tokenizer_for_another_thread
+from grpo_engine.serving.access import Token, caller
 from grpo_engine.wire.inference import (
     GenerateRequest,
     JoinRequest,
@@ -149,9 +150,11 @@ class TorchEngine:
                 max_model_len=self._config.max_model_len,
                 vocabulary=int(weights.model.config.get_text_config().vocab_size),
             ),
+            is_without_token=caller().token is Token.WRONG,
         )
         with self._changed:
-            if len(self._waiting) >= self._config.max_waiting:
+            max_waiting = self._config.max_waiting // (2 if job.is_without_token else 1)
+            if len(self._waiting) >= max_waiting:
                 num_waiting = len(self._waiting)
                 raise EngineUnavailable(f"{num_waiting} requests are waiting: send fewer at once, or retry later")
             self._waiting.append(job)

@@ -22,7 +22,7 @@ from grpo_engine.errors import DataError, HalfWritten
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineUnavailable, Generation
 from grpo_engine.server.gate import Gate
-from grpo_engine.server.prompts import check_num_completions, max_new_tokens
+from grpo_engine.server.prompts import check_num_completions, check_num_logprobs, max_new_tokens
 from grpo_engine.server.stall_detector import StallDetector
 from grpo_engine.server.vllm.adapters import VllmAdapters
 from grpo_engine.server.vllm.requests import generation, refusals, sampling_params
@@ -117,6 +117,7 @@ class Generations:
         """
         llm = running()
         check_num_completions(getattr(sampling_params, "n", 1))
+        _check_num_logprobs(llm, prompt, sampling_params)
         outputs = self.outputs_of(llm, prompt, sampling_params, request_id, lora, **others)
         async with self._admitted(), aclosing(outputs):
             async for output in outputs:
@@ -293,6 +294,26 @@ class Generations:
         self._num_known_moves += now.sequence - self._frozen_at.sequence - now.is_writing
         self._frozen_at = now
         return is_other
+
+
+def _check_num_logprobs(llm: AsyncLLM, prompt: Any, sampling_params: Any) -> None:
+    """Raises DataError: of all tokens together too many; see `check_num_logprobs`."""
+
+    def asked(name: str) -> int | None:
+        value: int | None = getattr(sampling_params, name, None)
+        return int(llm.model_config.hf_text_config.vocab_size) if value == -1 else value
+
+    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    most = int(llm.model_config.max_model_len)
+    num_prompt = most if tokens is None else len(tokens)
+    max_tokens = getattr(sampling_params, "max_tokens", None)
+    check_num_logprobs(
+        n=getattr(sampling_params, "n", 1),
+        max_tokens=most - len(tokens or ()) if max_tokens is None else max_tokens,
+        logprobs=asked("logprobs"),
+        num_prompt=num_prompt,
+        prompt_logprobs=asked("prompt_logprobs"),
+    )
 
 
 def _salted(prompt: dict[str, Any], salt: str) -> dict[str, Any]:

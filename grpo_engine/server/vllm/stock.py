@@ -15,7 +15,6 @@ import dataclasses
 import json
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
@@ -29,7 +28,7 @@ from grpo_engine.server.engine import WeightsBusy
 from grpo_engine.server.http.requests import MAX_BODY_BYTES, ClientDisconnected, only_owner, status_of
 from grpo_engine.server.prompts import check_listed_prompts
 from grpo_engine.server.vllm.flags import frontend_of
-from grpo_engine.serving.access import TOKEN_HEADERS, TOKEN_KEY, TOKEN_REQUIRED, Token
+from grpo_engine.serving.access import TOKEN_HEADERS, TOKEN_REQUIRED, Token, caller
 from grpo_engine.wire.codec import fail_fast
 
 if TYPE_CHECKING:
@@ -67,8 +66,6 @@ _RESPONSES = "/v1/responses/"
 _GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
 """Constraints of an answer that vLLM compiles, for any time and into any memory: 22 requests of 2.4 MB at most took 2.8
 GB and a core for 40 minutes, and one of 2 kB held all others for 4 s. Any JSON object (`json_object`) is harmless."""
-_token: ContextVar[Token] = ContextVar("token", default=Token.NONE_SET)
-"""What the current request has of the token."""
 _OURS = {
     "/v1/load_lora_adapter": "/lora/load",
     "/v1/unload_lora_adapter": "/lora/unload",
@@ -124,7 +121,7 @@ def with_grammars_of_owners(generate: Generate) -> Generate:
 
     def checked(prompt: Any, sampling_params: Any, *args: Any, **others: Any) -> AsyncIterator[Any]:
         asked = getattr(sampling_params, "structured_outputs", None)
-        if _token.get() is Token.WRONG and any(getattr(asked, name, None) is not None for name in _GRAMMARS):
+        if caller().token is Token.WRONG and any(getattr(asked, name, None) is not None for name in _GRAMMARS):
             raise HTTPException(401, f"a schema, grammar or choice of answers: {TOKEN_REQUIRED}", TOKEN_HEADERS)
         return generate(prompt, sampling_params, *args, **others)
 
@@ -158,7 +155,6 @@ class StockApp:
                 await JSONResponse(_error(str(error), 400), 400)(scope, receive, send)
                 return
             receive = _again(body, receive)
-        _token.set(scope.get(TOKEN_KEY, Token.NONE_SET))
         await self._app(dict(scope), receive, send)
 
     def endpoints(self) -> dict[str, list[str]]:

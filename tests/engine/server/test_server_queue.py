@@ -34,6 +34,13 @@ def test_the_cache_is_bounded_but_one_sequence_always_fits() -> None:
     assert sizes([job(2), job(2, prompt=1000)], rows=100, tokens=1000) == [2]
 
 
+def test_requests_without_the_token_wait_for_all_others_and_share_no_batch_with_them() -> None:
+    stranger, own = job(300, new=1000), job(2)
+    stranger.is_without_token = True
+    assert next_batch([stranger, own], max_rows=256, max_tokens=10**9) == [(own, 2)]
+    assert next_batch([stranger], max_rows=256, max_tokens=10**9) == [(stranger, 256)]
+
+
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 50)), min_size=1), st.integers(1, 30), st.integers(1, 500))
 def test_every_queue_makes_progress_within_its_bounds(queue: list[tuple[int, int]], rows: int, tokens: int) -> None:
     jobs = [job(n, prompt=prompt) for n, prompt in queue]

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from vllm_fakes import Letters, flat
 
-from grpo_engine.errors import BridgeError, HalfWritten
+from grpo_engine.errors import BridgeError, DataError, HalfWritten
+from grpo_engine.server import prompts
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineStalled, EngineUnavailable, WeightsBusy
 from grpo_engine.server.vllm import engine as vllm_engine
 from grpo_engine.server.vllm.engine import VllmEngine
+from grpo_engine.serving.access import Caller, Token
 from grpo_engine.wire.inference import GenerateRequest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
@@ -246,6 +248,19 @@ async def test_an_adapter_on_weights_that_are_not_complete_is_refused_and_unload
         await engine.load_adapter("somewhere", "a", 5)
     assert llm.calls == ["remove 1"]
     assert engine._generations.lock.read().is_writing is not is_trainer_alive
+
+
+async def test_vllms_routes_refuse_millions_of_log_probabilities_without_the_token(
+    engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "caller", lambda: Caller(token=Token.WRONG))
+    for asked in ({"max_tokens": 60, "logprobs": 20}, {"max_tokens": None, "logprobs": -1}):
+        with pytest.raises(DataError, match="without the token of the run may have 524288"):
+            await anext(engine.guarded({"prompt_token_ids": [1]}, SimpleNamespace(n=4096, **asked), "r"))
+    assert llm.num_generated == 0
+    stream = engine.guarded({"prompt_token_ids": [1]}, SimpleNamespace(n=8, max_tokens=60, logprobs=20), "r")
+    await anext(stream)
+    await stream.aclose()
 
 
 async def test_a_client_that_disconnects_from_a_stream_releases_everything(engine: VllmEngine, llm: Llm) -> None:
