@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -106,7 +107,7 @@ def _close_to_others(name: str) -> None:
     Torch and vLLM start interpreters of their own (`-c`, `-m`), which look for modules in the working directory first.
 
     An export is meant to be passed on, and keeps the umask. Torch's own folder for compiled code is in /tmp, where any
-    user can make it first; it stays where ours cannot be made.
+    user can make it first: it is not used.
     """
     if name == "export":
         return
@@ -115,13 +116,20 @@ def _close_to_others(name: str) -> None:
         os.environ["PYTHONSAFEPATH"] = "1"
     if name not in COMPILE:
         return
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compiled_code())
+
+
+def _compiled_code() -> Path:
+    """Where compiled code is kept, as `settle_environment` of vLLM has it; without a home folder for this process."""
     from grpo_engine.models.local import cache_folder
 
-    with suppress(OSError, RuntimeError):  # no home folder
-        folder = cache_folder(os.environ) / "inductor"  # as settle_environment of vLLM
+    with suppress(OSError, RuntimeError):
+        folder = cache_folder(os.environ) / "inductor"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+            return folder
+    return Path(tempfile.mkdtemp(prefix="torchinductor_"))
 
 
 def _leave(code: int) -> NoReturn:

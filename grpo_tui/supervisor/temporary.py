@@ -111,8 +111,9 @@ def restore_folder(folder: Path) -> None:
 def variables(folder: Path) -> dict[str, str]:
     """Environment variables of the services of the run."""
     named = {FOLDER: str(folder)}
-    if COMPILED_CODE not in os.environ:  # the cache itself, since compiled code contains its path
-        named[COMPILED_CODE] = str(_compiled_code())
+    cache = _compiled_code()
+    if COMPILED_CODE not in os.environ and cache is not None:  # the cache itself, as compiled code contains its path
+        named[COMPILED_CODE] = str(cache)
     return named
 
 
@@ -164,19 +165,23 @@ def _is_ours(folder: Path) -> bool:
         return False
 
 
-def _compiled_code() -> Path:
-    """The cache of compiled code that our server uses too; torch's default where that cannot be made."""
+def _compiled_code() -> Path | None:
+    """The cache of compiled code that our server uses too; None where it cannot be made: torch then has one in TMPDIR.
+
+    Never the place that it has in /tmp by default, where another user can put code first.
+    """
     try:
         folder = cache_folder(os.environ) / "inductor"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # no home
-        return Path(tempfile.gettempdir()) / OF_TORCH.format(user=_user())
+        return None
     return folder
 
 
 def _kept(folder: Path) -> Iterator[tuple[Path, Path]]:
     """Each cache: its path in the temporary folder, and where it is kept."""
-    yield folder / OF_TORCH.format(user=_user()), _compiled_code()  # headers are read here whatever the variable says
+    if (cache := _compiled_code()) is not None:
+        yield folder / OF_TORCH.format(user=_user()), cache  # headers are read here whatever the variable says
     for name in OF_OTHERS:
         own = name.format(user=_user())
         yield folder / own, folder.parent / own

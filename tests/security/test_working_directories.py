@@ -8,6 +8,7 @@ import importlib.machinery
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from grpo_engine.python_command import module_command
 from grpo_engine.trackers import set_up_wandb
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
+from grpo_tui.supervisor import temporary
 
 REPOSITORY = Path(__file__).parents[2]
 STACK = """
@@ -185,3 +187,26 @@ def test_an_empty_entry_of_a_search_path_does_not_make_the_working_directory_of_
 
     asyncio.run(run())
     assert (tmp_path / "a.log").read_text().splitlines()[1:] == [f"{REPOSITORY} False"]
+
+
+def test_without_a_home_compiled_code_is_not_taken_from_where_another_user_can_put_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "no-folder").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-folder"))
+    monkeypatch.setenv("USER", "me")
+    monkeypatch.setenv("LOGNAME", "me")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    theirs = tmp_path / "torchinductor_me"  # torch's own folder for user `me`
+    theirs.mkdir()
+    monkeypatch.setattr(temporary, "ALWAYS_SHORT", tmp_path)
+    folder = temporary.make_folder("no-home")
+    assert temporary.variables(folder) == {"TMPDIR": str(folder)}
+    assert not os.path.lexists(folder / "torchinductor_me")
+    monkeypatch.setattr(os, "umask", lambda _: 0o022)
+    _close_to_others("train")
+    own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert own != theirs
+    assert (own.parent, own.stat().st_mode & 0o777) == (tmp_path, 0o700)
