@@ -9,8 +9,9 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -96,7 +97,8 @@ def runs_and_left_out(logs: Path = LOGS) -> tuple[list[Run], list[Unreadable]]:
     """All runs below a folder, the newest first, and for each run that cannot be read the file that prevents it."""
     files = {folder: unreadable_file(folder) for folder in _run_folders(logs)}
     readable = sorted((folder for folder, file in files.items() if file is None), key=_started_at, reverse=True)
-    return [look_at(folder) for folder in readable], [file for file in files.values() if file is not None]
+    marked = cache(marked_runs)  # one look for all of them: others may put any number of folders beside ours
+    return [look_at(folder, marked) for folder in readable], [file for file in files.values() if file is not None]
 
 
 def unreadable_file(folder: Path) -> Unreadable | None:
@@ -130,14 +132,23 @@ def _run_folders(logs: Path) -> list[Path]:
     return [path.parent for path in logs.glob(f"*/{PLAN_FILE}")] if logs.is_dir() else []
 
 
-def look_at(folder: Path) -> Run:
-    """Find out which processes of a run are alive."""
+def marked_runs() -> set[tuple[str, str | None]]:
+    """Name and folder of each run of this user that has a process with its marker, but this one and those above it."""
+    from grpo_tui.supervisor.keeper import proc
+
+    spared = proc.ourselves()
+    marks = filter(None, (proc.marker(process.pid) for process in proc.living() if process.pid not in spared))
+    return {(mark.run, mark.run_folder) for mark in marks}
+
+
+def look_at(folder: Path, marked: Callable[[], set[tuple[str, str | None]]] = marked_runs) -> Run:
+    """Find out which processes of a run are alive; `marked` is called where neither supervisor nor keeper is."""
     supervised = has_daemon(folder)
-    has_services = supervised or any(living_keepers(folder)) or (not is_over(folder) and has_orphans(folder))
+    has_services = supervised or any(living_keepers(folder)) or (not is_over(folder) and has_orphans(folder, marked()))
     return Run(folder=folder.resolve(), has_daemon=supervised, has_services=has_services)
 
 
-def has_orphans(folder: Path) -> bool:
+def has_orphans(folder: Path, marked: set[tuple[str, str | None]]) -> bool:
     """Whether processes are alive of a run that lost its supervisor and its keepers, by marker and ledger.
 
     The ledger counts only for a run that is registered: in a folder from elsewhere it may name any process.
@@ -146,8 +157,7 @@ def has_orphans(folder: Path) -> bool:
     from grpo_tui.supervisor.registered import is_registered
     from grpo_tui.supervisor.state_file import boot_id, read_state
 
-    marks = (proc.marker(process.pid) for process in proc.processes_of_run(folder.name))
-    if any(mark is not None and mark.run_folder == str(folder.resolve()) for mark in marks):
+    if (folder.name, str(folder.resolve())) in marked:
         return True
     try:
         if not is_registered(folder):
