@@ -1,6 +1,6 @@
 """The keeper: the shim process of one attempt, which starts the service, reaps it, and ends everything it leaves.
 
-    python -I -S keeper_process.py SPEC.json        (as `supervisor/keeper/client.py` runs it)
+    python -I -S keeper_process.py SPEC.json < SPEC.json        (as `supervisor/keeper/client.py` runs it)
 
 It is a session leader and a child subreaper, so whatever the service starts (own group, own session, double fork,
 cleaned environment) stays below it and is found through /proc. The service gets the log file itself as stdout, so no
@@ -226,7 +226,7 @@ class Keeper:
 
     def _start(self) -> None:
         spec = self._spec
-        log = os.open(spec.log, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        log = os.open(spec.log, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._started_at))
         gap = "" if ends_with_newline(spec.log) else "\n"
         write_line(log, f"{gap}{ATTEMPT_OPENING}{spec.attempt} · {when} · {on_one_line(spec.shown_argv or spec.argv)}")
@@ -368,7 +368,7 @@ class Keeper:
         path = self._spec.state
         beside = f"{path}.tmp"
         try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 write_all(descriptor, self._record(state, self._ended))
             finally:
@@ -555,8 +555,11 @@ def overwrite(path: str, content: bytes) -> bool:
 
 
 def main() -> int:
-    """Read the spec named on the command line and run its service."""
-    with open(sys.argv[1], "rb") as file:
+    """Read the spec on stdin, whose name on the command line is for people, and run its service.
+
+    It is not opened by its name, which may lead to another file by now: see `docs/security.md`.
+    """
+    with open(0, "rb", closefd=False) as file:
         spec = Spec(**json.load(file))
     return Keeper(spec).run()
 

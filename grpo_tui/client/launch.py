@@ -241,7 +241,7 @@ def starting(logs: Path) -> Iterator[None]:
         GrpoError: the folder cannot be used, or another start does not end.
     """
     try:
-        logs.mkdir(parents=True, exist_ok=True)
+        logs.mkdir(mode=0o755, parents=True, exist_ok=True)  # others would replace run folders, whatever the umask
         lock = _open_own(logs / START_LOCK_FILE)
     except OSError as error:
         raise GrpoError(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from grpo_engine.wire.codec import write_atomically
 from grpo_engine.wire.run_folder import KEEPERS, PLAN_FILE, RESOLVED_FILE, SETTINGS_FILE, SUPERVISOR_LOG, TOKEN_FILE
+from grpo_tui.paths import is_own
 from grpo_tui.supervisor.keeper.client import Keeper
 from grpo_tui.supervisor.lock import take_lock
 
@@ -41,9 +42,11 @@ class RunFolder:
         """Write plan, lock and the files of the keepers again, and reopen the supervisor's log.
 
         Raises:
-            OSError: the disk is full, or the parent folder is gone and cannot be made.
+            OSError: the disk is full, the parent folder is gone and cannot be made, or another user took the name.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_own(self.folder.lstat()):
+            raise PermissionError("another user has put something in its place")
         (self.folder / KEEPERS).mkdir(mode=0o700, exist_ok=True)
         take_lock(self.folder)  # a new file: the lock that we hold is on the deleted one
         log_to(self.folder / SUPERVISOR_LOG)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 from pathlib import Path
 
 import pytest
+from stage import Stage
 
 from grpo_engine.bridges.memory.turn_lock import TurnLock
-from grpo_engine.errors import BridgeError, CheckpointError, ConfigError
+from grpo_engine.errors import BridgeError, CheckpointError, ConfigError, GrpoError
 from grpo_engine.own_file import open_own_file
 from grpo_engine.train.checkpointing.checkpoints import locked
 from grpo_engine.wire.codec import write_atomically
+from grpo_tui.client import launch
 from grpo_tui.client.local import runs
 from grpo_tui.paths import ForeignFolder, require_own
 from grpo_tui.supervisor.keeper import proc
@@ -128,3 +131,31 @@ def test_folders_that_others_put_beside_the_runs_cost_no_look_at_all_processes_e
     monkeypatch.setattr(proc, "living", lambda: [looks.append(1), *living()][1:])
     found = runs(tmp_path)
     assert (len(found), any(run.is_live for run in found), len(looks)) == (20, False, 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+@pytest.mark.parametrize("taken", [".", "keepers"])
+def test_no_service_is_started_in_a_folder_that_another_user_put_in_the_place_of_the_run(
+    taken: str, tmp_path: Path
+) -> None:
+    """Who may write to the folder of runs can rename that of a run; the keeper then ran the command of his choice."""
+    stage = Stage(folder=tmp_path / "run", run="replaced", token="none")
+    spec = stage.folder / "keepers" / "a.1.spec.json"
+    spec.parent.mkdir(mode=0o700, parents=True)
+    spec.touch()
+    spec.chmod(0o666)
+    stage.folder.chmod(0o700)
+    os.chown(stage.folder / taken, 65534, 65534)
+    with pytest.raises(GrpoError, match="is another user's now"):
+        asyncio.run(stage.start("true", "--api-token", "SECRET"))
+    assert spec.read_text() == ""
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002])
+def test_other_users_may_not_rename_runs_in_a_folder_that_a_start_made(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        with launch.starting(tmp_path / "logs"):
+            assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o755
+    finally:
+        os.umask(before)

@@ -42,6 +42,7 @@ from grpo_engine.wire.run_folder import (
 )
 from grpo_engine.wire.secrets import masked_argv
 from grpo_tui import keeper_process
+from grpo_tui.paths import is_own
 from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.supervisor.keeper.orphans import own_children
 from grpo_tui.supervisor.keeper.proc import ProcessId, marker, read_stat, send_signal
@@ -288,16 +289,55 @@ def _environment(launch: Launch, run: str, attempt: int, run_folder: Path) -> di
 
 
 def _spawn(spec: keeper_process.Spec, environment: dict[str, str], report: int) -> int:
-    """Write the spec and start the keeper, with its report on stdout and its own errors in the service's log."""
+    """Write the spec and start the keeper, with the spec on stdin, its report on stdout and its own errors in the
+    service's log.
+
+    Raises:
+        OSError: the disk is full, or another user has put a folder in the place of the run's.
+    """
     run_folder = Path(spec.log).parent
     spec_file = keeper_spec_file(run_folder, spec.service, spec.attempt)
+    os.close(_open_own_folder(run_folder))
     spec_file.parent.mkdir(mode=0o700, exist_ok=True)
-    Path(spec.state).unlink(missing_ok=True)
-    spec_file.touch(mode=0o600)  # argv may hold secrets
-    spec_file.write_text(json.dumps(spec._asdict()))
+    folder = _open_own_folder(spec_file.parent)
+    try:
+        Path(spec.state).unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        written = os.open(spec_file.name, flags, 0o600, dir_fd=folder)  # argv may hold secrets
+    finally:
+        os.close(folder)
+    try:
+        keeper_process.write_all(written, json.dumps(spec._asdict()).encode())
+        os.lseek(written, 0, os.SEEK_SET)
+        return _spawn_on(written, spec_file, spec, environment, report)
+    finally:
+        os.close(written)
+
+
+def _open_own_folder(folder: Path) -> int:
+    """A descriptor of a folder of ours; where others may write to the folder above, its name may lead to another one.
+
+    Raises:
+        PermissionError: it is a link, or others own it or may write to it, and so would choose what is run.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:
+        raise PermissionError(f"{folder} is no folder now: somebody has replaced it") from None
+    if is_own(os.fstat(descriptor)):
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(f"{folder} is another user's now, or others may write to it: somebody has replaced it")
+
+
+def _spawn_on(
+    written: int, spec_file: Path, spec: keeper_process.Spec, environment: dict[str, str], report: int
+) -> int:
+    """Start the keeper of a spec that is open as `written`."""
+    run_folder = Path(spec.log).parent
     if spec.attempt - KEPT_ATTEMPTS > 1:  # the first attempt is kept
         forget_attempt(run_folder, spec.service, spec.attempt - KEPT_ATTEMPTS)
-    log = os.open(spec.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    log = os.open(spec.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         with own_children() as children:
             pid = os.posix_spawn(
@@ -305,7 +345,7 @@ def _spawn(spec: keeper_process.Spec, environment: dict[str, str], report: int) 
                 [sys.executable, "-I", "-S", keeper_process.__file__, str(spec_file)],
                 environment,
                 file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, written, 0),
                     (os.POSIX_SPAWN_DUP2, report, 1),
                     (os.POSIX_SPAWN_DUP2, log, 2),
                 ],
