@@ -3,9 +3,10 @@
     python -I -S remote_process.py FILE -- PROGRAM ARGUMENTS…        (as `supervisor/placement/remote.py` runs it)
 
 It asks the broker of the run, whose socket FILE names, to start the service; writes what the service prints to its own
-stdout, passes signals on, and exits as the service did. So logs, probes, restarts, crash reports and adoption work as
-for a process of this machine. If it is killed, the broker ends the service. If the broker is restarted, it connects
-again and goes on where it was. The environment is sent to the broker in memory, never written to a disk.
+stdout, passes signals on, and exits as the service did, also where that has parts on several machines. So logs, probes,
+restarts, crash reports and adoption work as for a process of this machine. If it is killed, the broker ends the
+service. If the broker is restarted, it connects again and goes on where it was. The environment is sent to the broker
+in memory, never written to a disk.
 
 Standard library only: one of these runs beside every service that is placed on a machine.
 """
@@ -41,8 +42,8 @@ class Remote:
         self._wakeup = -1
         self._pending: list[int] = []
         """Signals that no broker has taken yet."""
-        self._num_copied = 0
-        """Bytes of its log, from where the attempt begins."""
+        self._num_copied: dict[str, int] = {}
+        """Bytes of the log of each part, from where the attempt begins."""
         self._received = b""
 
     def run(self) -> int:
@@ -102,9 +103,8 @@ class Remote:
                 for line in lines:
                     message = json.loads(line)
                     if "data" in message:
-                        data = base64.b64decode(message["data"])
-                        self._num_copied += len(data)
-                        write(data)
+                        self._num_copied[str(message["part"])] = message["num_copied"]
+                        write(base64.b64decode(message["data"]))
                     elif "words" in message:
                         write(f"grpo-tui: {message['words']}\n".encode())
                     if "exit" in message:

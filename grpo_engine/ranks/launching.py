@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from grpo_engine.errors import ConfigError
 from grpo_engine.forking import why_unforkable
 from grpo_engine.ranks.place import (
@@ -35,6 +37,7 @@ from grpo_engine.ranks.place import (
 from grpo_engine.ranks.positions import POSITIONS_FILE, PositionFile
 from grpo_engine.ranks.starting import ForkedRank, RankProcess, start_program
 from grpo_engine.ranks.watching import RankWatch, Report, Stall
+from grpo_engine.wire.environment_variables import MACHINE_ADDRESS_VARIABLE
 
 LOOPBACK = "lo"
 """Linux's name of the interface of 127.0.0.1."""
@@ -126,6 +129,9 @@ def launch_ranks(
             shared |= {STORE_FILE: f"{folder}/store", "GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
         else:
             shared |= {MASTER_ADDR: master_addr, MASTER_PORT: str(master_port)}
+            if (interface := interface_of(shared.get(MACHINE_ADDRESS_VARIABLE))) is not None:
+                # Else Gloo takes the one of the host's name, and NCCL its first.
+                shared = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **shared}
             if node_rank == 0:
                 port = opened.enter_context(_listening(master_addr, master_port))
                 of_rank_0 = {LISTENING_FD: str(port.fileno())}
@@ -163,6 +169,14 @@ def share_cores(environment: MutableMapping[str, str], num_ranks: int) -> None:
     Each rank would start a thread per core, and all of them would wait for each other.
     """
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+
+
+def interface_of(address: str | None) -> str | None:
+    """The network interface of this machine that has an address; None where none has it."""
+    if address is None:
+        return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces if any(each.address == address for each in found)), None)
 
 
 def _listening(address: str, port: int) -> socket.socket:

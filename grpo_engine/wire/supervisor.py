@@ -272,7 +272,9 @@ class ServiceStatus(Message):
     """Of a trainer of several processes."""
     rank_stall: RankStall | None = None
     machine: str | None = None
-    """The machine of the cluster that it runs on; null where that is the supervisor's own."""
+    """The machine of the cluster that it runs on, of several the first; null where that is the supervisor's own."""
+    machines: Annotated[list[str], Field(max_length=MAX_SERVICES)] = []
+    """All machines of the cluster that it runs on."""
     versions: VersionsInFlight | None = None
     """Of a rollout API that a trainer has registered at, as it reports itself."""
 

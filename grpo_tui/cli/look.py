@@ -114,7 +114,8 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
         ports = " ".join(str(port) for port in service.ports) or "-"
         lines.append(
             (service.name, service.state, service.health or "-", str(service.pid or "-"), str(service.restarts), cpu,
-             _bytes(service.rss_bytes), _bytes(service.gpu_memory_bytes), ports, service.machine or "-")
+             _bytes(service.rss_bytes), _bytes(service.gpu_memory_bytes), ports,
+             ", ".join(service.machines) or service.machine or "-")
         )  # fmt: skip
         for rank in service.ranks:
             cpu = "-" if rank.cpu_percent is None else f"{rank.cpu_percent:.0f} %"

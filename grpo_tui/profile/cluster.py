@@ -48,6 +48,25 @@ def _takes_devices(name: str, profile: Profile) -> bool:
     return bool(profile.services[name].num_devices)
 
 
+def num_machines_for(num_devices: int, room: Sequence[int]) -> int:
+    """The fewest machines that take equal shares of so many devices, of machines with so much room; 0 if none do.
+
+    >>> num_machines_for(16, [8, 8, 4, 4, 4])
+    2
+    """
+    shares = [(count, num_devices // count) for count in range(1, len(room) + 1) if num_devices % count == 0]
+    return next((count for count, share in shares if sum(each >= share for each in room) >= count), 0)
+
+
+def planned_machines(launch: Launch, cluster: ClusterPlan | None) -> int | None:
+    """On how many machines a service is that takes devices; None where that depends on the machines of a cluster."""
+    if launch.num_machines is not None or not launch.part_arguments or launch.num_devices == 1 or cluster is None:
+        return launch.num_machines or 1
+    if cluster.address is not None:
+        return None
+    return num_machines_for(launch.num_devices, [cluster.devices_per_machine] * cluster.machines)
+
+
 def _placed(launch: Launch, profile: Profile) -> Launch:
     """A service that waits for its machine; its GPUs are numbered there."""
     count = profile.services[launch.name].num_devices or 0
@@ -120,12 +139,10 @@ def check_cluster(profile: Profile) -> Iterator[str]:
     placed = [name for name, service in profile.services.items() if service.num_devices]
     if not placed:
         yield 'cluster.kind: "ray" places services that set num_devices, and none does'
+    for name in placed:
+        yield from _check_machines(name, profile)
     if table.address is None:
         most = table.devices_per_machine
-        for name in placed:
-            count = profile.services[name].num_devices or 0
-            if count > most:
-                yield f"services.{name}.num_devices: {count}, but a machine has cluster.devices_per_machine = {most}"
         wanted = sum(profile.services[name].num_devices or 0 for name in placed)
         if wanted > most * table.machines:
             yield (
@@ -142,6 +159,34 @@ def check_cluster(profile: Profile) -> Iterator[str]:
             f"bridge.mode: {mode!r} shares memory between services on one GPU, and "
             'a cluster gives each its own: use "none" or "lora_only"'
         )
+
+
+def _check_machines(name: str, profile: Profile) -> Iterator[str]:
+    """Whether a service can be on as many machines as it takes."""
+    service, table, at = profile.services[name], profile.cluster, f"services.{name}"
+    count, most, why = service.num_devices or 0, table.devices_per_machine, service.one_machine_because
+    is_private, asked = table.address is None, service.num_machines
+    for key in service.chosen_by_cluster:
+        yield f"{at}.{key}: {getattr(service, key)!r}, but the cluster chooses the machines: leave it out"
+    if asked is not None:
+        if why is not None:
+            yield f"{at}.nodes: {asked}, but {why}: leave nodes out"
+        if is_private and asked > table.machines:
+            yield f"{at}.nodes: {asked}, but the cluster has cluster.machines = {table.machines}"
+        if is_private and count > most * asked:
+            yield (
+                f"{at}.num_devices: {count}, but {asked} machines with cluster.devices_per_machine = {most} have "
+                f"{most * asked}: lower it, or raise nodes"
+            )
+    elif is_private and count > most:
+        if why is not None:
+            yield f"{at}.num_devices: {count}, but a machine has cluster.devices_per_machine = {most}, and {why}"
+        elif not num_machines_for(count, [most] * table.machines):
+            fitting = [each for each in range(1, count) if num_machines_for(each, [most] * table.machines)]
+            yield (
+                f"{at}.num_devices: {count}, but no number of the {table.machines} machines with "
+                f"cluster.devices_per_machine = {most} has equal shares of them: set {fitting[-1]}, or raise machines"
+            )
 
 
 def has_ray() -> bool:

@@ -102,7 +102,7 @@ def _port(
     launch: Launch, trainer: Trainer, plan: Plan, port_holders: Callable[[Sequence[int]], Sequence[str]]
 ) -> Iterator[Finding]:
     """The port where ranks of several machines meet; those of one machine meet by a file."""
-    if trainer.nodes == 1:
+    if trainer.nodes == 1 or launch.num_devices:  # in a cluster a free one is chosen at each start
         return
     port, key = trainer.master_port, f"services.{launch.name}.master_port"
     same = [other.name for other in plan.launches if port in other.ports]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_engine.wire.secrets import masked_argv, masked_settings
-from grpo_tui.profile.cluster import with_cluster
+from grpo_tui.profile.cluster import planned_machines, with_cluster
 from grpo_tui.profile.loaded import LoadedProfile, resolved
 from grpo_tui.profile.model import Profile
 from grpo_tui.profile.mps import MachineFacts, with_mps
@@ -105,6 +105,7 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
                 "ports": list(launch.ports),
                 "gpus": list(launch.gpus),
                 "num_devices": launch.num_devices,
+                "num_machines": planned_machines(launch, plan.cluster) if launch.num_devices else None,
                 "ranks": [{"rank": rank, "gpu": gpu} for rank, gpu in enumerate(launch.rank_gpus)],
                 "access": launch.access,
                 "ready": launch.ready.model_dump(mode="json", exclude_none=True) if launch.ready else None,
@@ -129,11 +130,11 @@ def plan_text(plan: Plan, loaded: LoadedProfile) -> str:
             f"after {needs}" if needs else "at once",
             f"port {ports}" if ports else "",
             f"GPU {gpus}" if gpus else "",
-            f"{launch.num_devices} devices of a machine of the cluster" if launch.num_devices else "",
+            _devices(launch, plan),
         ]
         rows.append(f"\n{index}. {launch.name} ({launch.kind}): {' · '.join(fact for fact in facts if fact)}")
         rows += [f"   {launch.access}"] if launch.access else []
-        rows += [f"   {_ranks(launch)}"] if launch.rank_gpus else []
+        rows += [f"   {_ranks(launch, planned_machines(launch, plan.cluster))}"] if launch.rank_gpus else []
         rows += [f"   {variable}={shlex.quote(value)}" for variable, value in shown_env(launch).items()]
         rows += [f"   {variable}=$TMPDIR/{folder}" for variable, folder in launch.env_in_temporary.items()]
         rows.append(f"   {shown_command(launch)}")
@@ -141,9 +142,21 @@ def plan_text(plan: Plan, loaded: LoadedProfile) -> str:
     return "\n".join(rows)
 
 
-def _ranks(launch: Launch) -> str:
+def _devices(launch: Launch, plan: Plan) -> str:
+    """What a service takes of a cluster."""
+    count = planned_machines(launch, plan.cluster)
+    if not launch.num_devices or count == 1:
+        return f"{launch.num_devices} devices of a machine of the cluster" if launch.num_devices else ""
+    if count is None:
+        return f"{launch.num_devices} devices of the cluster, on one machine or on the fewest with equal shares of them"
+    return f"{launch.num_devices} devices on {count} machines of the cluster, {launch.num_devices // count} of each"
+
+
+def _ranks(launch: Launch, num_machines: int | None) -> str:
     """The ranks with their GPUs, and how to see the memory of each: counting it needs torch, which a plan does not."""
-    where = ", ".join(
-        f"rank {rank} on {'CPU' if gpu is None else f'GPU {gpu}'}" for rank, gpu in enumerate(launch.rank_gpus)
-    )
+    places = ["CPU" if gpu is None else f"GPU {gpu}" for gpu in launch.rank_gpus]
+    if num_machines is not None and num_machines > 1:
+        each = launch.num_ranks // num_machines
+        places = [f"machine {1 + rank // each} of {num_machines}" for rank in range(launch.num_ranks)]
+    where = ", ".join(f"rank {rank} on {place}" for rank, place in enumerate(places))
     return f"{where}; memory of each: the command below with --dry-run"

@@ -202,7 +202,8 @@ class Service(Config):
     """GPUs it may use, by their number in nvidia-smi, as CUDA_VISIBLE_DEVICES; none with `[]`, unset: all."""
     num_devices: int | None = Field(None, ge=1, le=1024)
     """How many GPUs it takes: the next ones of this machine, in the order trainer, inference, reference, others; with a
-    `[cluster]`, of one of its machines. `gpus` wins. Of replicas: all of them together."""
+    `[cluster]`, of one of its machines, and of a trainer also of several. `gpus` wins. Of replicas: all of them
+    together."""
     gpu_memory_share: float | None = Field(None, gt=0, le=1)
     """Share of the memory of each of its GPUs that it plans to use, and that must be free before it is started."""
     gpu_memory_gb: float | None = Field(None, gt=0)
@@ -276,6 +277,21 @@ class Service(Config):
     def final_exit_codes(self) -> tuple[int, ...]:
         """Exit codes after which a restart would fail the same way."""
         return (FINAL_ERROR,)
+
+    @property
+    def num_machines(self) -> int | None:
+        """On how many machines of a cluster it asks to be; None where it does not say."""
+        return None
+
+    @property
+    def one_machine_because(self) -> str | None:
+        """Why it cannot be on several machines of a cluster; None where it can."""
+        return "only the ranks of a trainer can be on several"
+
+    @property
+    def chosen_by_cluster(self) -> tuple[str, ...]:
+        """Settings of it that a cluster chooses, and that are set."""
+        return ()
 
     @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
@@ -418,9 +434,16 @@ class Launch:
     ports: tuple[int, ...]
     gpus: tuple[int, ...]
     num_devices: int = 0
-    """Devices that it takes of a cluster, on one of its machines; 0: it runs on the supervisor's."""
+    """Devices that it takes of a cluster, on all of its machines together; 0: it runs on the supervisor's."""
+    num_machines: int | None = None
+    """Of a cluster, each with as many of its devices; None: one, or, where no machine has so many devices and it has
+    `part_arguments`, the fewest that do."""
+    part_arguments: tuple[str, ...] = ()
+    """Added to the arguments of each part where it is on several machines, with `{num_devices}` of a machine,
+    `{num_machines}`, `{number}` of this one from 0, and `{address}` and `{port}` of the first, where a port is free;
+    empty: it cannot be on several."""
     num_ranks: int = 1
-    """Processes of a trainer on this machine, one on each of its GPUs where it has any."""
+    """Processes of a trainer, on all of its machines; one on each of its GPUs where it has any."""
     ends_run: bool | None
     failed_by: Mapping[str, str] = field(default_factory=dict)
     """Services whose failure ends it, each with a regular expression for the line of its log that shows so. It is then

@@ -42,6 +42,11 @@ PHASES = (
     (WAITING_FOR_PEER.pattern, "waiting for a peer, {0} s at most"),
 )
 """Lines of transformers and of our trainer, in order."""
+PART_ARGUMENTS = (
+    *("--processes", "{num_devices}", "--nodes", "{num_machines}", "--node-rank", "{number}"),
+    *("--master-addr", "{address}", "--master-port", "{port}"),
+)
+"""Of the launcher of ranks on one of several machines; the last ones count."""
 
 
 def _one_or_several(value: Any) -> Any:
@@ -67,8 +72,14 @@ class Trainer(Service, OfPolicy, TrainerConfig):
             return values
         if len(values.get("gpus") or ()) > 1:
             return {**values, "processes": len(values["gpus"])}
-        if isinstance(values.get("num_devices"), int) and values["num_devices"] > 1:
-            return {**values, "processes": values["num_devices"]}
+        devices, nodes = values.get("num_devices"), values.get("nodes", 1)
+        if isinstance(devices, int) and isinstance(nodes, int) and devices > 1 and nodes > 0:
+            if devices % nodes:
+                raise ValueError(
+                    f"num_devices = {devices} and nodes = {nodes}: each machine takes as many devices, so set "
+                    f"num_devices to a multiple of {nodes}"
+                )
+            return {**values, "processes": devices // nodes}
         return values
 
     @model_validator(mode="after")
@@ -89,6 +100,26 @@ class Trainer(Service, OfPolicy, TrainerConfig):
     def has_launcher(self) -> bool:
         """Whether its main process has all ranks, and can start them again without imports."""
         return self.num_ranks > 1 and self.nodes == 1 and not self.num_devices
+
+    @property
+    def num_machines(self) -> int | None:
+        """As many as `nodes`."""
+        return self.nodes if self.num_devices and self.nodes > 1 else None
+
+    @property
+    def chosen_by_cluster(self) -> tuple[str, ...]:
+        """What the launchers of ranks are told of each other."""
+        fields = type(self).model_fields
+        return tuple(key for key in ("node_rank", "master_addr") if getattr(self, key) != fields[key].default)
+
+    @property
+    def one_machine_because(self) -> str | None:
+        """Why its ranks cannot be on several machines of a cluster; None where they can."""
+        if self.num_devices != self.num_ranks:
+            return f"processes = {self.processes} and num_devices = {self.num_devices} are not one rank a device"
+        if not self.bridge.trains_over_ranks or self.bridge.shares_memory:
+            return f"bridge mode {self.bridge.mode!r} has trainer and server on one machine"
+        return None
 
     @property
     def start_phases(self) -> tuple[tuple[str, str], ...]:
@@ -125,6 +156,8 @@ class Trainer(Service, OfPolicy, TrainerConfig):
             env={variable: value for variable, value in environment.items() if value},
             restart_in_place=in_place,
             written_folders=() if self.save_path is None else (place.profile_folder / self.cwd / self.save_path,),
-            num_ranks=self.processes or 1,
+            num_ranks=self.num_ranks if self.num_devices else self.processes or 1,
+            num_machines=self.num_machines,
+            part_arguments=PART_ARGUMENTS if self.num_devices and self.one_machine_because is None else (),
             ready=self.ready or Probe(log=TRAINER_READY.pattern, within_s=READY_WITHIN_S, stalled_s=STALLED_S),
         )

@@ -346,13 +346,13 @@ class Supervisor:
             self._send_service(report.service)
 
     def _take_machines(self, report: MachinesReport) -> None:
-        before = {name: self._machines.of(name)[0] for name in self._launches}
+        before = {name: self._machines.of(name) for name in self._launches}
         for severity, text in self._machines.take(report):
             self.notice(severity, text, None)
             self._writer.mark()
             self.broadcast.figures_wanted.set()
-        for name, machine in before.items():
-            if self._machines.of(name)[0] != machine:
+        for name, machines in before.items():
+            if self._machines.of(name) != machines:
                 self._send_service(name)
 
     def _end_of_ranks(self, name: str, attempt: int) -> str | None:

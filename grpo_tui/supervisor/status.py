@@ -118,7 +118,8 @@ class StatusReport:
         has_usage = service.has_process or with_last_usage
         usage = self.sampler.usage.get(name) if has_usage else None
         attempt = service.attempt if service.has_process else -1
-        machine, placed = self.machines.of(name) if has_usage else (None, PlacedUsage())
+        machines = self.machines.of(name) if has_usage else ()
+        placed = self.machines.usage().get(name, PlacedUsage())
         times = self.record.times[name]
         said, ranks = self.self_reports.of(name, attempt), self.rank_reports.of(name, attempt)
         return ServiceStatus(
@@ -139,10 +140,10 @@ class StatusReport:
             exit_code=service.exit_code,
             ports=list(launch.ports),
             gpus=list(launch.gpus),
-            cpu_percent=placed.cpu_percent if machine else usage.cpu_percent if usage else None,
-            rss_bytes=placed.rss_bytes if machine else usage.rss_bytes if usage else None,
+            cpu_percent=placed.cpu_percent if machines else usage.cpu_percent if usage else None,
+            rss_bytes=placed.rss_bytes if machines else usage.rss_bytes if usage else None,
             gpu_memory_bytes=(
-                placed.gpu_memory_bytes if machine else self.sampler.gpu_memory_bytes.get(name) if has_usage else None
+                placed.gpu_memory_bytes if machines else self.sampler.gpu_memory_bytes.get(name) if has_usage else None
             ),
             log=str(service_log(self.run_folder, name)),
             why=why(name, self.record.services, self.launches, time.monotonic()),
@@ -154,7 +155,8 @@ class StatusReport:
             write_faults=said.write_faults,
             ranks=self._ranks(name, ranks.ranks),
             rank_stall=ranks.stall,
-            machine=machine,
+            machine=machines[0] if machines else None,
+            machines=list(machines),
             versions=said.versions,
         )
 

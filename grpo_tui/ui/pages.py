@@ -187,8 +187,10 @@ def _facts(service: ServiceStatus, launch: Launch | None, state: ViewState) -> I
     yield "ports", ", ".join(map(str, service.ports)) or "none"
     yield "GPUs", ", ".join(map(str, service.gpus)) or "none set"
     machines = state.status.machines if state.status is not None else []
-    if (machine := next((each for each in machines if each.name == service.machine), None)) is not None:
-        yield "machine", f"{machine.name} ({machine.address}), {machine.state}"
+    own = {*service.machines, service.machine}
+    told = [f"{each.name} ({each.address}), {each.state}" for each in machines if each.name in own]
+    if told:
+        yield "machine" if len(told) == 1 else "machines", "; ".join(told)
     yield "log", service.log
     if launch is None:
         yield "plan", "plan.json of the run cannot be read: needs, probes, command and environment are not known"

@@ -68,7 +68,7 @@ def _started(name: str, status: RunStatus) -> str:
     """What a service that ran there does now."""
     where = [each.name for each in status.machines if each.state != "lost" and name in each.services]
     state = next((each.state for each in status.services if each.name == name), "gone")
-    return f"{name} is {state}" + (f" on {where[0]}" if where else "")
+    return f"{name} is {state}" + (f" on {' and '.join(where)}" if where else "")
 
 
 def _clock(moment: float) -> str:

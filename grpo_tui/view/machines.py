@@ -33,6 +33,8 @@ class MachineRow:
     """None: the one that the supervisor runs on."""
     services: tuple[ServiceStatus, ...]
     gpus: tuple[GpuStatus, ...]
+    parts: tuple[str, ...] = ()
+    """Services that run here too, and have their row below another machine."""
     is_over: bool = False
     """Whether the run has ended: the machine is given back, and its last figures are of no use."""
 
@@ -86,6 +88,7 @@ def machine_rows(status: RunStatus | None) -> tuple[MachineRow, ...]:
             machine=machine and machine.model_copy(update=last),
             services=tuple(services.get(name, ())),
             gpus=tuple(gpus.get(name, ())),
+            parts=tuple(each for each in (machine.services if machine else ()) if places.get(each) != name),
             is_over=is_over,
         )
         for name, machine in ((None, None), *((each.name, each) for each in status.machines))
@@ -184,11 +187,15 @@ def state_words(row: MachineRow, now: float) -> str:
 
 
 def ready_words(row: MachineRow) -> str:
-    """`1 of 2 ready`; of a machine without services that it is spare, or has none; their number once over."""
+    """`1 of 2 ready`, `part of trainer`; of a machine without services that it is spare, or has none; once over their
+    number."""
     if row.is_over:
         return count_text(len(row.services), "service")
+    parts = f"part of {', '.join(row.parts)}" if row.parts else ""
     if row.services:
-        return f"{row.num_ready} of {len(row.services)} ready"
+        return f"{row.num_ready} of {len(row.services)} ready" + (f", {parts}" if parts else "")
+    if parts:
+        return parts
     if row.machine is None or row.machine.state != "ready":
         return "no service"
     free = row.machine.num_free
@@ -247,4 +254,5 @@ def machine_facts(row: MachineRow, now: float, clock: str) -> Iterator[tuple[str
         yield "CPU", f"{percent_text(machine.cpu_percent)}{cores}"
         yield "memory", memory_words(machine)
     yield "GPUs", gpu_words(row) or "none reported"
-    yield "services", ", ".join(f"{each.name} {each.state}" for each in row.services) or "none"
+    services = [f"{each.name} {each.state}" for each in row.services] + [f"part of {name}" for name in row.parts]
+    yield "services", ", ".join(services) or "none"

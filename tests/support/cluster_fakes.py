@@ -40,6 +40,7 @@ class ClusterOfAgents:
                 name=name,
                 address=self.addresses.get(name, "127.0.0.1"),
                 num_free=count - self.reserved.get(name, 0),
+                num_devices=count,
             )
             for name, count in self.num_devices.items()
             if name not in self.lost

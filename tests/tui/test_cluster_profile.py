@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 from launches import launch
 
+from grpo_engine.colocate.config import TrainerConfig
 from grpo_engine.config import read_table
 from grpo_engine.errors import ConfigError
+from grpo_engine.flags import parse_flags
 from grpo_tui.paths import available_profiles
 from grpo_tui.profile.devices import with_devices
 from grpo_tui.profile.loaded import LoadedProfile
 from grpo_tui.profile.loading import load
-from grpo_tui.profile.plan import make_plan
+from grpo_tui.profile.plan import make_plan, plan_text
 from grpo_tui.profile.plan_file import Plan
-from grpo_tui.services.base import NeedCondition
+from grpo_tui.services.base import Launch, NeedCondition
 from grpo_tui.supervisor.placement.assignment import NoRoom, Room, assign
 
 STACK = """
@@ -142,7 +144,102 @@ def test_services_are_assigned_machine_after_machine() -> None:
         launch("vllm-2", kind="inference", num_devices=1),
         launch("trainer", kind="trainer", num_devices=2),
     ]
-    rooms = [Room(name="a", num_free=2), Room(name="b", num_free=2)]
-    assert assign(asked, rooms) == {"trainer": "a", "vllm": "b", "vllm-2": "b"}
+    rooms = [Room(name="a", num_free=2, num_devices=2), Room(name="b", num_free=2, num_devices=2)]
+    assert assign(asked, rooms) == {"trainer": ("a",), "vllm": ("b",), "vllm-2": ("b",)}
     with pytest.raises(NoRoom, match=r"no machine has 1 free devices, which services\.vllm-2\.num_devices asks for"):
-        assign(asked, [Room(name="a", num_free=2), Room(name="b", num_free=1)])
+        assign(asked, [Room(name="a", num_free=2, num_devices=2), Room(name="b", num_free=1, num_devices=2)])
+
+
+def rooms(**free: int) -> list[Room]:
+    """Machines of eight devices."""
+    return [Room(name=name, num_free=count, num_devices=8) for name, count in free.items()]
+
+
+def over(num_devices: int, num_machines: int | None = None) -> Launch:
+    """A trainer that can be on several machines."""
+    return launch(
+        "trainer", kind="trainer", num_devices=num_devices, num_machines=num_machines, part_arguments=("{number}",)
+    )
+
+
+def test_a_trainer_with_more_devices_than_a_machine_is_on_the_fewest_with_equal_shares() -> None:
+    vllm = launch("vllm", kind="inference", num_devices=8)
+    assert assign([vllm, over(16)], rooms(a=8, b=8, c=8)) == {"trainer": ("a", "b"), "vllm": ("c",)}
+    assert assign([over(16)], rooms(a=8, b=4, c=4, d=4))["trainer"] == ("a", "b", "c", "d")
+    assert assign([over(12)], rooms(a=8, b=5, c=6))["trainer"] == ("a", "c")
+    with pytest.raises(NoRoom, match="no machines have equal shares of 16 free devices, which"):
+        assign([over(16)], rooms(a=8, b=7, c=7))
+    with pytest.raises(NoRoom, match=r"no machine has 16 free devices, which services\.vllm\.num_devices asks for: a"):
+        assign([launch("vllm", kind="inference", num_devices=16)], rooms(a=8, b=8))
+
+
+def test_a_trainer_that_fits_on_a_machine_waits_for_it_unless_it_asks_for_several() -> None:
+    with pytest.raises(NoRoom, match="no machine has 8 free devices"):
+        assign([over(8)], rooms(a=7, b=7))
+    assert assign([over(8, num_machines=2)], rooms(a=7, b=3, c=8))["trainer"] == ("a", "c")
+    with pytest.raises(
+        NoRoom, match=r"no 2 machines have 4 free devices each, which .* asks for on 2 machines: a has 7"
+    ):
+        assign([over(8, num_machines=2)], rooms(a=7, b=3))
+
+
+OVER_TWO = ["cluster.machines=3", "services.trainer.num_devices=2"]
+
+
+def test_ranks_over_machines_of_a_private_cluster_are_planned_and_their_launcher_is_told_its_part() -> None:
+    profile = load(str(available_profiles()["tiny-ray"]), OVER_TWO)
+    plan = make_plan(profile, run_folder=Path("run"), python="python")
+    (trainer,) = [each for each in plan.launches if each.kind == "trainer"]
+    assert (trainer.num_devices, trainer.num_machines, trainer.num_ranks) == (2, None, 2)
+    told = [
+        word.format(num_devices=1, num_machines=2, number=1, address="a", port=9) for word in trainer.part_arguments
+    ]
+    argv = [*trainer.argv[trainer.argv.index("train") + 1 :], *told]
+    config = parse_flags(TrainerConfig, argv, prog="train", description="")
+    assert (config.processes, config.nodes, config.node_rank) == (1, 2, 1)
+    assert (config.master_addr, config.master_port) == ("a", 9)
+    assert config.num_ranks == 2
+    assert "2 devices on 2 machines of the cluster, 1 of each" in plan_text(plan, profile)
+    assert "rank 0 on machine 1 of 2, rank 1 on machine 2 of 2" in plan_text(plan, profile)
+
+
+def test_a_trainer_can_ask_for_a_number_of_machines_of_any_cluster() -> None:
+    overrides = ["cluster.address=head:6379", "services.trainer.num_devices=16", "services.trainer.nodes=4"]
+    profile = load(str(available_profiles()["tiny-ray"]), overrides)
+    plan = make_plan(profile, run_folder=Path("run"), python="python")
+    (trainer,) = [each for each in plan.launches if each.kind == "trainer"]
+    assert (trainer.num_machines, trainer.num_ranks) == (4, 16)
+    assert "16 devices on 4 machines of the cluster, 4 of each" in plan_text(plan, profile)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["services.trainer.num_devices=4"],
+            r": 4, but no number of the 3 machines .* equal shares .*: set 3",
+        ),
+        (["services.trainer.nodes=2", "services.trainer.num_devices=3"], "so set num_devices to a multiple of 2"),
+        (
+            ["services.trainer.nodes=4", "services.trainer.num_devices=4"],
+            ": 4, but the cluster has cluster.machines",
+        ),
+        (["services.trainer.nodes=2", "services.trainer.num_devices=4"], ": 4, but 2 machines with"),
+        (
+            ["services.trainer.nodes=2", "services.trainer.num_devices=2", "services.trainer.node_rank=1"],
+            ": 1, but the cluster chooses the machines: leave it out",
+        ),
+        (
+            ["services.trainer.nodes=2", "services.trainer.num_devices=2", "services.trainer.processes=3"],
+            ": 2, but processes = 3 and num_devices = 2 are not one rank a device: leave nodes out",
+        ),
+        (
+            ["services.trainer.num_devices=2", "services.trainer.processes=1"],
+            "devices_per_machine = 1, and processes = 1 and num_devices = 2 are not one rank a device",
+        ),
+        (["cluster.machines=2", "services.trainer.num_devices=2"], "2 with 1 devices each, but services take 3"),
+    ],
+)
+def test_what_ranks_over_machines_cannot_have_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(str(available_profiles()["tiny-ray"]), ["cluster.machines=3", *overrides])

@@ -18,7 +18,7 @@ LAUNCHES = {
 
 
 def node(number: int, num_free: int = 0) -> Node:
-    return Node(id=f"n{number}", name=f"machine-{number}", address="10.0.0.1", num_free=num_free)
+    return Node(id=f"n{number}", name=f"machine-{number}", address="10.0.0.1", num_free=num_free, num_devices=1)
 
 
 def held(number: int, **changes: object) -> Held:
@@ -32,7 +32,7 @@ def machines(*of_run: Held, **changes: object) -> dict[str, MachineStatus]:
         "joining": (),
         "spares": (),
         "losses": {},
-        "node_of": {"trainer": "n1", "vllm": "n2"},
+        "nodes_of": {"trainer": ("n1",), "vllm": ("n2",)},
         "launches": LAUNCHES,
         "listed_at": 99.0,
         "decides_within_s": 10.0,
@@ -44,7 +44,9 @@ def machines(*of_run: Held, **changes: object) -> dict[str, MachineStatus]:
 def test_a_lost_machine_says_of_each_service_what_becomes_of_it() -> None:
     losses = {"machine-1": Loss(at=95.0, services=("trainer", "vllm"))}
     lost = held(1, state="lost", since=95.0)
-    of = machines(lost, losses=losses, node_of={"trainer": "n1", "vllm": "n1"}, restarts_machines=True)["machine-1"]
+    of = machines(lost, losses=losses, nodes_of={"trainer": ("n1",), "vllm": ("n1",)}, restarts_machines=True)[
+        "machine-1"
+    ]
     assert (of.state, of.lost_at, of.lost_services) == ("lost", 95.0, ["trainer", "vllm"])
     assert of.next == (
         'trainer is not restarted (restart = "never"): `grpo-tui resume` goes on from its newest checkpoint; '
@@ -59,7 +61,7 @@ def test_what_ran_on_a_lost_machine_is_placed_or_has_room_elsewhere() -> None:
     assert before["machine-2"].next == "vllm is restarted on machine-3, which has 1 free device"
     assert before["machine-3"].num_devices == 0
     assert before["machine-3"].answered_at == 99.0
-    after = machines(held(1), lost, held(3), losses=losses, node_of={"trainer": "n1", "vllm": "n3"})
+    after = machines(held(1), lost, held(3), losses=losses, nodes_of={"trainer": ("n1",), "vllm": ("n3",)})
     assert after["machine-2"].next == "vllm is placed on machine-3"
     assert after["machine-3"].next is None
     assert list(after["machine-3"].services) == ["vllm"]
@@ -67,8 +69,8 @@ def test_what_ran_on_a_lost_machine_is_placed_or_has_room_elsewhere() -> None:
 
 def test_a_machine_that_comes_back_keeps_its_loss_and_joins_until_it_answers() -> None:
     losses = {"machine-2": Loss(at=95.0, services=("vllm",))}
-    back = Held(node=Node(id="n9", name="machine-2", address="10.0.0.1", num_free=0), devices=(0,))
-    of = machines(held(1), held(2, state="lost"), back, losses=losses, node_of={"vllm": "n9"})["machine-2"]
+    back = Held(node=Node(id="n9", name="machine-2", address="10.0.0.1", num_free=0, num_devices=1), devices=(0,))
+    of = machines(held(1), held(2, state="lost"), back, losses=losses, nodes_of={"vllm": ("n9",)})["machine-2"]
     assert (of.state, of.is_joining, of.lost_at, list(of.services)) == ("silent", True, 95.0, ["vllm"])
 
 
@@ -119,3 +121,19 @@ def test_a_machine_without_anything_of_the_run_that_leaves_is_named() -> None:
     reported.take(MachinesReport(machines=[READY]))
     ((severity, text),) = reported.take(MachinesReport(machines=[]))
     assert (severity, text) == ("warning", "m (10.0.0.1) has left the cluster; nothing of the run was there")
+
+
+def test_a_service_on_two_machines_uses_what_both_say_and_a_lost_one_says_nothing() -> None:
+    reported = Reported()
+    usage = [PlacedUsage(cpu_percent=50.0, rss_bytes=2, gpu_memory_bytes=None), PlacedUsage(rss_bytes=3)]
+    both = [status_of(f"machine-{number}", {"trainer": each}) for number, each in enumerate(usage, 1)]
+    reported.take(MachinesReport(machines=both))
+    assert reported.of("trainer") == ("machine-1", "machine-2")
+    assert reported.usage() == {"trainer": PlacedUsage(cpu_percent=50.0, rss_bytes=5)}
+    reported.take(MachinesReport(machines=[both[0].model_copy(update={"state": "lost"}), both[1]]))
+    assert reported.of("trainer") == ("machine-2",)
+    assert reported.usage() == {"trainer": usage[1]}
+
+
+def status_of(name: str, services: dict[str, PlacedUsage]) -> MachineStatus:
+    return MachineStatus(name=name, address="10.0.0.1", state="ready", since=90.0, services=services)

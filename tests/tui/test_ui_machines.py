@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from machine_fakes import LOST_AT, gpu_of, lost, machine, on_machines
+from machine_fakes import LOST_AT, gpu_of, lost, machine, on_machines, placed
 from screen_fakes import GIB, NOW, changed, drawn, service, state_after
 from shown_screen import shown
 from textual.widgets import Static
@@ -21,6 +21,7 @@ from grpo_engine.wire.supervisor import (
     read_from_daemon,
 )
 from grpo_tui.cli.look import status_command
+from grpo_tui.ui.pages import service_page
 from grpo_tui.ui.screens.reading import ReadingScreen
 from grpo_tui.ui.widgets.frame.activity_line import ActivityLine
 from grpo_tui.ui.widgets.gpu_report import report
@@ -30,7 +31,8 @@ from grpo_tui.ui.widgets.main.warnings_bar import WarningsBar
 from grpo_tui.view.diagnosis import diagnose
 from grpo_tui.view.gpus.state import moments_of
 from grpo_tui.view.machine_selection import MachineFolded, MachineSelected
-from grpo_tui.view.machines import all_gpus, machine_rows
+from grpo_tui.view.machines import all_gpus, machine_rows, ready_words
+from grpo_tui.view.service_details import ServiceHistory
 from grpo_tui.view.state import SelectionMoved, ServiceSelected, ViewState, reduce
 from grpo_tui.view.timeline.state import clock_at
 
@@ -274,3 +276,19 @@ def test_a_service_that_another_machine_takes_over_moves_below_it() -> None:
         sampled(status.model_copy(update={"machines": machines})), changed(3, NOW, moved), status=status
     )
     assert names(state)[7:] == ["machine-2", "machine-3", "vllm", "vllm-2"]
+
+
+def test_a_service_on_several_machines_stands_below_the_first_and_the_others_say_that_a_part_of_it_is_there() -> None:
+    machines = [machine(1, "trainer"), machine(2, "vllm", "trainer"), machine(3, "trainer")]
+    services = [
+        placed("vllm", 2, kind="inference"),
+        placed("trainer", 1, machines=["machine-1", "machine-2", "machine-3"]),
+    ]
+    state = state_after(status=on_machines(services=services, machines=machines))
+    assert names(state) == ["supervisor", "machine-1", "trainer", "machine-2", "vllm", "machine-3"]
+    rows = {row.name: ready_words(row) for row in machine_rows(state.status)}
+    assert rows["machine-1"] == "1 of 1 ready"
+    assert rows["machine-2"] == "1 of 1 ready, part of trainer"
+    assert rows["machine-3"] == "part of trainer"
+    page = service_page(services[1], None, ServiceHistory(), state, 100).plain
+    assert "machine-1 (10.0.0.1), ready; machine-2 (10.0.0.2), ready; machine-3 (10.0.0.3)" in " ".join(page.split())

@@ -15,10 +15,13 @@ import base64
 import hashlib
 import logging
 import os
+import random
 import shutil
 import signal
+import socket
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +54,9 @@ END_WITHIN_S = 10.0
 MAX_PART_BYTES = 256 * 1024
 """Of a log, in one answer."""
 LOG_LIMIT_BYTES = 64_000_000
+PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_PORT, FIRST_OF_CONNECTIONS = 20_000, 32_768
+"""Of the ports that are chosen; Linux's default for the first that it gives to connections."""
 log = logging.getLogger(__name__)
 
 
@@ -138,9 +144,7 @@ class Agent:
         self._asked_at_s = time.monotonic()
         return to_line(await self._answer(wire.REQUEST.validate_json(line)))
 
-    async def _answer(
-        self, request: wire.Start | wire.Follow | wire.Signal | wire.Look | wire.Route | wire.End
-    ) -> BaseModel:
+    async def _answer(self, request: wire.AnyRequest) -> BaseModel:
         match request:
             case wire.Start():
                 return await self._start(request)
@@ -148,6 +152,8 @@ class Agent:
                 return await self._follow(request)
             case wire.Signal():
                 return self._signal(request)
+            case wire.ChoosePort():
+                return wire.Chosen(port=free_port(request.address, request.but))
             case wire.Look():
                 return await self._look()
             case wire.Route():
@@ -289,6 +295,21 @@ class Agent:
         await asyncio.to_thread(kill_adopted)
         if self._relay is not None:
             await self._relay.close()
+
+
+def free_port(address: str, but: Collection[int], *, range_file: Path = PORT_RANGE_FILE) -> int | None:
+    """A port on which nobody listens, below those that the kernel gives to connections: none takes it meanwhile."""
+    try:
+        end = int(range_file.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        end = FIRST_OF_CONNECTIONS
+    ports = range(min(FIRST_PORT, end // 2), end)
+    for port in random.sample(ports, len(ports)):
+        if port not in but:
+            with suppress(OSError), socket.socket() as tried:
+                tried.bind((address, port))
+                return port
+    return None
 
 
 def _read(path: Path, offset: int) -> bytes:

@@ -8,28 +8,26 @@ supervisor what runs where. It keeps nothing that is not on both sides: after a 
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.codec import MAX_LINE_BYTES, Message, to_line, write_atomically, write_json_atomically
-from grpo_engine.wire.environment_variables import MACHINE_ADDRESS_VARIABLE
 from grpo_engine.wire.run_folder import BROKER_FILE, PLACES_FILE
 from grpo_engine.wire.supervisor import MachinesReport
 from grpo_tui.remote_process import EXIT_LOST
-from grpo_tui.services.base import DEVICE_ORDER, VISIBLE_DEVICES, Launch
+from grpo_tui.services.base import Launch
 from grpo_tui.supervisor.placement import wire
 from grpo_tui.supervisor.placement.assignment import NoRoom, Room, assign
+from grpo_tui.supervisor.placement.attempts import FollowRequest, Part, PlacedAttempt, send
 from grpo_tui.supervisor.placement.cluster import Cluster, MachineLost, NoAnswer, Node
 from grpo_tui.supervisor.placement.machine_report import (
     ROOM_WITHIN_S,
@@ -52,25 +50,19 @@ LIST_LIMIT_S = 30.0
 LATE_S = 1.0
 """A round that comes so much too late says that this process stood still, and not the machines."""
 ANSWER_LIMIT_S = 20.0
-START_LIMIT_S = 60.0
-"""For an agent to start, and to check ports and GPU memory."""
 ROOM_ROUND_S = 0.5
-FOLLOW_S = 0.5
 UNCLAIMED_S = 30.0
 """A service that runs on a machine, and that nobody has followed for so long, is ended."""
-LOCAL_VARIABLES = ("TMPDIR", "XDG_RUNTIME_DIR", "TORCHINDUCTOR_CACHE_DIR", VISIBLE_DEVICES)
-"""Of the supervisor's machine; on another one they would name what is not there."""
 log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
-class FollowRequest(Message):
-    """The first line of a `remote_process.py`."""
+class Place(Message):
+    """Where a part of a service runs."""
 
-    service: str
-    attempt: int
-    num_copied: int
-    environment: dict[str, str]
+    node: str
+    devices: list[int]
+    """Their numbers on it."""
 
 
 class Places(Message):
@@ -78,10 +70,7 @@ class Places(Message):
 
     devices: dict[str, list[int]] = {}
     """Reserved, by node."""
-    services: dict[str, str] = {}
-    """The node of each service."""
-    taken: dict[str, list[int]] = {}
-    """The devices of each service on its node."""
+    services: dict[str, list[Place]] = {}
 
 
 class Broker:
@@ -106,6 +95,7 @@ class Broker:
         self._cluster = cluster
         launches = list(launches)
         self._launches = {launch.name: launch for launch in launches if launch.num_devices}
+        self._ports = {port for launch in launches for port in launch.ports}
         self._ports_here = {port for launch in launches if not launch.num_devices for port in launch.ports}
         self._relay: Relay | None = None
         """Where the run uses machines of several addresses."""
@@ -123,8 +113,8 @@ class Broker:
         """The last one of each machine, by its name."""
         self._listed_at: float | None = None
         self._reported_at_s = -LOOK_S
-        self._node_of: dict[str, str] = {}
-        self._taken: dict[str, tuple[int, ...]] = {}
+        self._places: dict[str, list[Place]] = {}
+        """Of each service."""
         self._followed: dict[tuple[str, int], float] = {}
         """When an attempt was last followed by a process of its supervisor."""
         self._placing = asyncio.Lock()
@@ -172,7 +162,7 @@ class Broker:
     async def _close(self, held: Held) -> None:
         with suppress(GrpoError):
             if held.state != "lost":
-                await self._ask(held, wire.End(), wire.Done)
+                await self.ask(held, wire.End(), wire.Done)
         with suppress(GrpoError):
             await self._cluster.release(held.node.id)
 
@@ -181,23 +171,34 @@ class Broker:
     async def _place(self, launches: list[Launch]) -> None:
         """Choose machines for these services and reserve their devices there."""
         nodes = {node.name: node for node in await self._cluster.nodes()}
-        rooms = [Room(name=name, num_free=node.num_free + self._num_unused(node)) for name, node in nodes.items()]
+        names = {launch.name for launch in launches}  # what they had on machines that are not lost is free again
+        unused = {
+            node.id: [] if (held := self._held.get(node.id)) is None else self._unused(held, but_for=names)
+            for node in nodes.values()
+        }
+        rooms = [
+            Room(name=name, num_free=node.num_free + len(unused[node.id]), num_devices=node.num_devices)
+            for name, node in nodes.items()
+        ]
         machines = assign(launches, rooms)
-        for name in dict.fromkeys(machines.values()):
+        shares = {launch.name: launch.num_devices // len(machines[launch.name]) for launch in launches}
+        chosen: dict[str, list[Place]] = {launch.name: [] for launch in launches}
+        for name in dict.fromkeys(name for names in machines.values() for name in names):
             node = nodes[name]
-            mine = [launch for launch in launches if machines[launch.name] == name]
-            wanted = sum(launch.num_devices for launch in mine) - self._num_unused(node)
+            mine = [launch for launch in launches if name in machines[launch.name]]
+            wanted = sum(shares[launch.name] for launch in mine) - len(unused[node.id])
             held = self._held.get(node.id)
             devices = await self._reserve(node, wanted) if wanted > 0 or held is None else ()
             if held is None:
                 held = self._held[node.id] = Held(node=node, devices=devices)
             else:
                 held.devices += devices
-            free = self._unused(held)
+            free = self._unused(held, but_for=names)
             for launch in mine:
-                self._node_of[launch.name] = node.id
-                self._taken[launch.name], free = tuple(free[: launch.num_devices]), free[launch.num_devices :]
-                log.info("%s runs on %s, devices %s", launch.name, name, list(self._taken[launch.name]))
+                taken, free = free[: shares[launch.name]], free[shares[launch.name] :]
+                chosen[launch.name].append(Place(node=node.id, devices=taken))
+                log.info("%s runs on %s, devices %s", launch.name, name, taken)
+        self._places |= chosen
         self._save()
 
     async def _reserve(self, node: Node, num_devices: int) -> tuple[int, ...]:
@@ -215,7 +216,7 @@ class Broker:
         agents: dict[str, Held] = {}
         for held in self._held.values():
             if held.state != "lost":
-                mine = [name for name, node in self._node_of.items() if node == held.node.id]
+                mine = self._services_on(held)
                 inside.setdefault(held.node.address, set()).update(
                     port for name in mine for port in self._launches[name].ports
                 )
@@ -227,46 +228,63 @@ class Broker:
         gates = {here: await self._relay.open_gate(here, inside[here])}
         for address, held in agents.items():
             asked = wire.Route(address=address, inside=sorted(inside[address]))
-            gates[address] = (await self._ask(held, asked, wire.Routed)).gate
+            gates[address] = (await self.ask(held, asked, wire.Routed)).gate
         doors = {port: (address, gates[address]) for address in gates for port in inside[address]}
         faults = await self._relay.set_doors({port: at for port, at in doors.items() if at[0] != here})
         for address, held in agents.items():
             others = {port: at for port, at in doors.items() if at[0] != address}
             asked = wire.Route(address=address, inside=sorted(inside[address]), doors=others)
-            faults += (await self._ask(held, asked, wire.Routed)).faults
+            faults += (await self.ask(held, asked, wire.Routed)).faults
         for fault in faults:
             log.error("a service on another machine is not reachable: %s", fault)
 
-    def _num_unused(self, node: Node) -> int:
-        held = self._held.get(node.id)
-        return 0 if held is None else len(self._unused(held))
-
-    def _unused(self, held: Held) -> list[int]:
-        """Reserved devices that no service has."""
-        taken = {each for name, node in self._node_of.items() if node == held.node.id for each in self._taken[name]}
+    def _unused(self, held: Held, *, but_for: Collection[str]) -> list[int]:
+        """Reserved devices that no service has but for these."""
+        others = [places for name, places in self._places.items() if name not in but_for]
+        taken = {
+            device for places in others for place in places if place.node == held.node.id for device in place.devices
+        }
         return [device for device in held.devices if device not in taken]
 
-    async def _machine_of(self, name: str) -> Held:
-        """The machine of a service, or another one where that is lost; waits for one with room.
+    def _services_on(self, held: Held) -> tuple[str, ...]:
+        return tuple(name for name, nodes in self._nodes_of.items() if held.node.id in nodes)
+
+    @property
+    def _nodes_of(self) -> dict[str, tuple[str, ...]]:
+        return {name: tuple(place.node for place in places) for name, places in self._places.items()}
+
+    async def _parts_of(self, name: str) -> list[Part]:
+        """A service on its machines, or on others where one of them is lost; waits for those with room.
 
         Raises:
-            NoRoom: there is none in time.
+            NoRoom: there are none in time.
         """
         deadline = time.monotonic() + ROOM_WITHIN_S
         while True:
             async with self._placing:
-                held = self._held.get(self._node_of.get(name, ""))
-                if held is not None and held.state != "lost":
-                    return held
+                if parts := self._living_parts(name):
+                    return parts
                 try:
                     await self._place([self._launches[name]])
                     await self._route()
-                    return self._held[self._node_of[name]]
+                    return self._living_parts(name)
                 except GrpoError as error:
                     fault = error
             if time.monotonic() > deadline:
                 raise NoRoom(f"{name}: {fault}")
             await asyncio.sleep(ROOM_ROUND_S)
+
+    def _living_parts(self, name: str) -> list[Part]:
+        """The parts of a service; none where a machine of them is lost, since each needs the others."""
+        places = self._places.get(name, [])
+        held = [self._held.get(place.node) for place in places]
+        if any(each is None or each.state == "lost" for each in held):
+            return []
+        return [
+            Part(number=number, held=each, devices=tuple(place.devices))
+            for number, (place, each) in enumerate(zip(places, held, strict=True))
+            if each is not None
+        ]
 
     async def _restore(self) -> set[str]:
         """Take up the machines of an earlier broker that are alive; returns the services that it had placed."""
@@ -285,16 +303,13 @@ class Broker:
                 log.error("%s: what ran there is started again", error)
                 continue
             self._held[node_id] = Held(node=nodes[node_id], devices=reserved)
-            for name, node in places.services.items():
-                if node == node_id and name in self._launches:
-                    self._node_of[name], self._taken[name] = node_id, tuple(places.taken.get(name, ()))
+        self._places = {name: where for name, where in places.services.items() if name in self._launches}
         return places.services.keys() & self._launches.keys()
 
     def _save(self) -> None:
         places = Places(
             devices={node: list(held.devices) for node, held in self._held.items() if held.state != "lost"},
-            services=self._node_of,
-            taken={name: list(devices) for name, devices in self._taken.items()},
+            services=self._places,
         )
         write_json_atomically(self._run_folder / PLACES_FILE, places, mode=0o600)
 
@@ -342,18 +357,18 @@ class Broker:
             if held.node.id in alive:
                 held.node = alive[held.node.id]
             elif held.state != "lost":
-                self._lose(held)
+                self.lose(held)
                 await self._cluster.release(held.node.id)
 
     async def _look(self, held: Held) -> None:
         """Ask a machine what runs there, and keep the answer; without one of the cluster's own process it is silent."""
         try:
             usage, _ = await asyncio.gather(
-                self._ask(held, wire.Look(), wire.Usage, timeout_s=LOOK_LIMIT_S),
+                self.ask(held, wire.Look(), wire.Usage, timeout_s=LOOK_LIMIT_S),
                 self._cluster.check(held.node.id, timeout_s=LOOK_LIMIT_S),
             )
         except MachineLost:
-            self._lose(held)
+            self.lose(held)
             return
         except GrpoError as error:
             log.debug("%s: %s", held.node.name, error)
@@ -380,10 +395,11 @@ class Broker:
         if silent:
             self._send_report()
 
-    def _lose(self, held: Held) -> None:
+    def lose(self, held: Held) -> None:
+        """Take note that the cluster has given a machine up."""
         if held.state != "lost":
             held.state, held.since, held.usage = "lost", time.time(), None
-            ran = tuple(name for name, node in self._node_of.items() if node == held.node.id)
+            ran = self._services_on(held)
             self._losses[held.node.name] = Loss(at=held.since, services=ran)
             log.error("%s is lost, and with it %s", held.node.name, ", ".join(ran) or "no service")
             self._save()
@@ -396,7 +412,8 @@ class Broker:
             seen_s = self._followed.setdefault((name, attempt), now_s)
             if now_s - seen_s > UNCLAIMED_S:
                 log.warning("%s: nobody follows attempt %d on %s: it is ended", name, attempt, held.node.name)
-                await self._signal(held, name, attempt, "kill")
+                with suppress(GrpoError):
+                    await self.ask(held, wire.Signal(service=name, attempt=attempt, how="kill"), wire.Done)
 
     def _send_report(self) -> None:
         self._reported_at_s = time.monotonic()
@@ -405,7 +422,7 @@ class Broker:
             joining=tuple(self._joining.values()),
             spares=tuple(self._spares.values()),
             losses=self._losses,
-            node_of=self._node_of,
+            nodes_of=self._nodes_of,
             launches=self._launches,
             listed_at=self._listed_at,
             decides_within_s=self._decides_within_s,
@@ -413,20 +430,20 @@ class Broker:
         )
         self._report(MachinesReport(machines=machine_statuses(machines)))
 
-    async def _ask(
+    async def ask(
         self, held: Held, request: BaseModel, kind: type[AnswerT], *, timeout_s: float = ANSWER_LIMIT_S
     ) -> AnswerT:
+        """Ask the agent of a machine.
+
+        Raises:
+            MachineLost: the cluster has given the machine up.
+            NoAnswer: not in time.
+        """
         line = await self._cluster.ask(held.node.id, to_line(request), timeout_s=timeout_s)
         try:
             return kind.model_validate_json(line)
         except ValidationError:
             raise NoAnswer(f"{held.node.name} answers {line[:80]!r}") from None
-
-    async def _signal(
-        self, held: Held, name: str, attempt: int, how: Literal["stop", "kill", "send"], number: int = 0
-    ) -> None:
-        with suppress(GrpoError):
-            await self._ask(held, wire.Signal(service=name, attempt=attempt, how=how, number=number), wire.Done)
 
     # --- services --------------------------------------------------------------------------------------------------
 
@@ -449,85 +466,16 @@ class Broker:
 
     async def _attend(self, request: FollowRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name, number = request.service, request.attempt
-        self._followed[name, number] = time.monotonic()
+
+        def claim() -> None:
+            self._followed[name, number] = time.monotonic()
+
+        claim()
         if name not in self._launches:
-            return _send(writer, words=f"{name} takes no devices of the cluster", exit=EXIT_LOST)
+            return send(writer, words=f"{name} takes no devices of the cluster", exit=EXIT_LOST)
         try:
-            held = await self._machine_of(name)
-            known = await self._follow(held, request, request.num_copied, 0.0)
-            if not known.is_known:
-                if request.num_copied:
-                    raise MachineLost(f"{held.node.name} does not know attempt {number}: it was lost meanwhile")
-                await self._start(held, request)
+            parts = await self._parts_of(name)
         except GrpoError as error:
-            return _send(writer, words=str(error), exit=EXIT_LOST)
-        signals = asyncio.create_task(self._pass_signals(held, request, reader), name=f"signals of {name}")
-        copying = asyncio.create_task(self._copy(held, request, writer), name=f"log of {name}")
-        try:
-            await asyncio.wait({signals, copying}, return_when=asyncio.FIRST_COMPLETED)
-            if copying.done():
-                return copying.result()
-            await self._signal(held, name, number, "kill")  # its process on the supervisor's side is gone
-        finally:
-            signals.cancel()
-            copying.cancel()
-            await asyncio.gather(signals, copying, return_exceptions=True)
-
-    async def _start(self, held: Held, request: FollowRequest) -> None:
-        """Start the attempt on its machine, with the environment that its keeper gave the process on this side."""
-        launch = self._launches[request.service]
-        environment = {name: value for name, value in request.environment.items() if name not in LOCAL_VARIABLES}
-        devices = self._taken[request.service]
-        environment |= {VISIBLE_DEVICES: ",".join(map(str, devices)), DEVICE_ORDER: "PCI_BUS_ID"}
-        environment[MACHINE_ADDRESS_VARIABLE] = held.node.address
-        placed = replace(launch, env=environment, gpus=devices)
-        answer = await self._ask(
-            held,
-            wire.Start(launch=wire.LAUNCH.dump_json(placed).decode(), attempt=request.attempt),
-            wire.Started,
-            timeout_s=START_LIMIT_S,
-        )
-        if answer.refused is not None:
-            raise GrpoError(f"{held.node.name}: {answer.refused}")
-
-    async def _follow(self, held: Held, request: FollowRequest, num_copied: int, wait_s: float) -> wire.Followed:
-        self._followed[request.service, request.attempt] = time.monotonic()
-        asked = wire.Follow(service=request.service, attempt=request.attempt, num_copied=num_copied, wait_s=wait_s)
-        return await self._ask(held, asked, wire.Followed)
-
-    async def _copy(self, held: Held, request: FollowRequest, writer: asyncio.StreamWriter) -> None:
-        """Copy the log until the attempt has ended, or its machine is lost."""
-        num_copied = request.num_copied
-        while True:
-            try:
-                followed = await self._follow(held, request, num_copied, FOLLOW_S)
-            except MachineLost as error:
-                self._lose(held)
-                return _send(writer, words=f"{error}: {request.service} ran there", exit=EXIT_LOST)
-            except GrpoError:
-                if held.state == "lost":
-                    return _send(writer, words=f"{held.node.name} is lost", exit=EXIT_LOST)
-                await asyncio.sleep(FOLLOW_S)
-                continue
-            if not followed.is_known:
-                return _send(writer, words=f"{held.node.name} has lost {request.service}", exit=EXIT_LOST)
-            if followed.data:
-                num_copied += len(base64.b64decode(followed.data))
-                _send(writer, data=followed.data)
-                await writer.drain()
-            if followed.has_exited:
-                words = {} if followed.error is None else {"words": followed.error}
-                code = EXIT_LOST if followed.exit_code is None else followed.exit_code
-                return _send(writer, **words, exit=code)
-
-    async def _pass_signals(self, held: Held, request: FollowRequest, reader: asyncio.StreamReader) -> None:
-        """Pass signals on until the process on the supervisor's side is gone."""
-        stop_signal = self._launches[request.service].stop_signal
-        while line := await reader.readline():
-            number = int(json.loads(line)["signal"])
-            how: Literal["stop", "send"] = "stop" if number == stop_signal else "send"
-            await self._signal(held, request.service, request.attempt, how, number)
-
-
-def _send(writer: asyncio.StreamWriter, **message: Any) -> None:
-    writer.write(json.dumps(message).encode() + b"\n")
+            return send(writer, words=str(error), exit=EXIT_LOST)
+        attempt = PlacedAttempt(self, self._launches[name], request, parts, writer, claim=claim, ports=self._ports)
+        await attempt.run(reader)

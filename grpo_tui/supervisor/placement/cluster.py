@@ -18,6 +18,8 @@ class Node:
     address: str
     num_free: int
     """Devices that nobody has reserved."""
+    num_devices: int
+    """All that it has."""
 
 
 class MachineLost(GrpoError):

@@ -59,8 +59,8 @@ class Machines:
     spares: tuple[Seen, ...]
     losses: Mapping[str, Loss]
     """By the name of the machine."""
-    node_of: Mapping[str, str]
-    """The node of each service."""
+    nodes_of: Mapping[str, tuple[str, ...]]
+    """The nodes of each service."""
     launches: Mapping[str, Launch]
     listed_at: float | None
     """When the cluster said last which machines are alive."""
@@ -92,7 +92,7 @@ def machine_statuses(cluster: Machines) -> list[MachineStatus]:
 
 def _of_held(held: Held, cluster: Machines) -> MachineStatus:
     usage = held.usage or wire.Usage(sees_run=True)
-    here = [name for name, node in cluster.node_of.items() if node == held.node.id]
+    here = [name for name, nodes in cluster.nodes_of.items() if held.node.id in nodes]
     loss = cluster.losses.get(held.node.name)
     is_joining = held.state == "silent" and held.answered_at is None
     return MachineStatus(
@@ -154,20 +154,24 @@ def _outlook(services: Iterable[str], cluster: Machines, *, is_lost: bool) -> It
     """What becomes of services that ran on a lost machine; where it is back, only of those that have no place yet."""
     names = {held.node.id: held.node.name for held in cluster.held if held.state != "lost"}
     for name in services:
-        machine = names.get(cluster.node_of.get(name, ""))
+        nodes = cluster.nodes_of.get(name, ())
+        machines = [names[node] for node in nodes if node in names]
         launch = cluster.launches[name]
-        if machine is not None:
+        if nodes and len(machines) == len(nodes):
             if is_lost:
-                yield f"{name} is placed on {machine}"
+                yield f"{name} is placed on {' and '.join(machines)}"
         elif launch.restart is RestartPolicy.NEVER:
             yield f'{name} is not restarted (restart = "never"): `grpo-tui resume` goes on from its newest checkpoint'
         else:
-            yield _restarted(name, launch.num_devices, cluster.num_free)
+            num_free = {machine: free for machine, free in cluster.num_free.items() if machine not in machines}
+            yield _restarted(name, launch.num_devices // max(1, len(nodes)), machines, num_free)
 
 
-def _restarted(name: str, num_devices: int, num_free: Mapping[str, int]) -> str:
+def _restarted(name: str, num_devices: int, machines: list[str], num_free: Mapping[str, int]) -> str:
+    """Of a service that takes so many devices of a machine, and keeps these machines."""
     room = [machine for machine, free in num_free.items() if free >= num_devices]
     devices = f"{num_devices} free device{'' if num_devices == 1 else 's'}"
     if room:
-        return f"{name} is restarted on {room[0]}, which has {devices}"
-    return f"{name} waits up to {ROOM_WITHIN_S:g} s for a machine with {devices}"
+        return f"{name} is restarted on {' and '.join([*machines, room[0]])}, which has {devices}"
+    beside = f" beside {' and '.join(machines)}" if machines else ""
+    return f"{name} waits up to {ROOM_WITHIN_S:g} s for a machine with {devices}{beside}"

@@ -299,6 +299,7 @@ class RayCluster:
                     name=names[node_id],
                     address=each["NodeManagerAddress"],
                     num_free=int(free.get(node_id, {}).get("GPU", 0)),
+                    num_devices=int(each["Resources"].get("GPU", 0)),
                 )
             )
         self._nodes |= {node.id: node for node in found}  # one that has left may still be asked

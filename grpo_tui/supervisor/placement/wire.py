@@ -49,6 +49,16 @@ class Signal(Message):
     number: Whole = 0
 
 
+class ChoosePort(Message):
+    """Broker → agent: choose a free port; answered by `Chosen`."""
+
+    do: Literal["choose_port"] = "choose_port"
+    address: str
+    """Of this machine."""
+    but: list[Whole] = []
+    """Ports that services of the run will have."""
+
+
 class Look(Message):
     """Broker → agent: what runs, and what it uses; answered by `Usage`."""
 
@@ -74,6 +84,13 @@ class Routed(Message):
     """The port of the gate."""
     faults: list[str] = []
     """Why a port is not reachable here, for people."""
+
+
+class Chosen(Message):
+    """The answer to `ChoosePort`."""
+
+    port: Whole | None
+    """None where none is free."""
 
 
 class End(Message):
@@ -122,5 +139,5 @@ class Done(Message):
     error: str | None = None
 
 
-Request = Annotated[Start | Follow | Signal | Look | Route | End, Field(discriminator="do")]
-REQUEST: TypeAdapter[Start | Follow | Signal | Look | Route | End] = TypeAdapter(Request)
+AnyRequest = Start | Follow | Signal | ChoosePort | Look | Route | End
+REQUEST: TypeAdapter[AnyRequest] = TypeAdapter(Annotated[AnyRequest, Field(discriminator="do")])

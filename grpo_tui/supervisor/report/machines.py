@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from grpo_engine.wire.supervisor import MachinesReport, MachineStatus, PlacedUsage
 
@@ -23,16 +23,25 @@ class Machines:
         left = [_departure(before[name]) for name in sorted(gone) if before[name].state != "lost"]
         return [*left, *(line for each in self.latest for line in _news(before.get(each.name), each))]
 
-    def of(self, service: str) -> tuple[str | None, PlacedUsage]:
-        """The machine of a service, and what it uses there; None where it is not placed."""
-        for machine in self.latest:
-            if service in machine.services and machine.state != "lost":
-                return machine.name, machine.services[service]
-        return None, PlacedUsage()
+    def of(self, service: str) -> tuple[str, ...]:
+        """The machines of a service; none where it is not placed."""
+        return tuple(each.name for each in self.latest if service in each.services and each.state != "lost")
 
     def usage(self) -> dict[str, PlacedUsage]:
-        """What each placed service uses."""
-        return {name: usage for machine in self.latest for name, usage in machine.services.items()}
+        """What each placed service uses, on all of its machines together."""
+        used: dict[str, list[PlacedUsage]] = {}
+        for machine in self.latest:
+            for name, usage in machine.services.items() if machine.state != "lost" else ():
+                used.setdefault(name, []).append(usage)
+        return {name: _sum(each) for name, each in used.items()}
+
+
+def _sum(usage: list[PlacedUsage]) -> PlacedUsage:
+    def total(name: str) -> Any:
+        known = [value for each in usage if (value := getattr(each, name)) is not None]
+        return sum(known) if known else None
+
+    return PlacedUsage(**{name: total(name) for name in PlacedUsage.model_fields})
 
 
 def _departure(machine: MachineStatus) -> tuple[Severity, str]:
