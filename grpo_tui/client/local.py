@@ -28,6 +28,7 @@ from grpo_engine.wire.supervisor import (
 )
 from grpo_tui.paths import LOGS, name_of_run
 from grpo_tui.run_files.metrics import latest_metrics as latest_metrics
+from grpo_tui.run_files.opening import may_be_hollow, open_file
 from grpo_tui.run_files.whole_file import require_readable
 from grpo_tui.supervisor.keeper.client import KeeperState, keeper_states, living_keepers
 from grpo_tui.supervisor.lock import has_daemon
@@ -126,6 +127,8 @@ def _require_readable(path: Path) -> None:
         require_readable(status)
     if path.suffix == READ_WHOLE_SUFFIX and not os.access(path, os.R_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    if may_be_hollow(status):
+        open_file(path).close()
 
 
 def _run_folders(logs: Path) -> list[Path]:

@@ -31,6 +31,7 @@ from grpo_engine.wire.run_folder import (
     METRICS_FILE,
     PLAN_FILE,
     RESOLVED_FILE,
+    ROLLOUTS_FILE,
     STATE_FILE,
     TIMELINE_FILE,
 )
@@ -38,11 +39,11 @@ from grpo_engine.wire.supervisor import ServiceStatus, Snapshot, read_from_daemo
 from grpo_engine.wire.tcp_sockets import connected_stranger, own_listening_ports
 from grpo_tui.cli.arguments import folder_of_policy
 from grpo_tui.cli.export import _pin, _run_engine
-from grpo_tui.cli.follow import logs_command
+from grpo_tui.cli.follow import logs_command, tail
 from grpo_tui.client.api import look_at, run_status
-from grpo_tui.client.local import Run, runs_and_left_out
+from grpo_tui.client.local import Run, runs_and_left_out, unreadable_file
 from grpo_tui.run_files.log_file import last_lines
-from grpo_tui.run_files.metrics import MAX_NAMES, MetricsChunk, MetricsTail, newest_lines
+from grpo_tui.run_files.metrics import MAX_NAMES, MetricsChunk, MetricsTail, all_steps, newest_lines
 from grpo_tui.run_files.opening import open_file
 from grpo_tui.run_files.resolved import read_resolved
 from grpo_tui.run_files.whole_file import read_whole
@@ -285,6 +286,22 @@ def test_a_file_longer_than_any_of_a_run_is_left_out_and_not_read(tmp_path: Path
     assert "longer than" in left_out[0].why
     with pytest.raises(OSError, match="longer than"):
         read_whole(file)
+
+
+@pytest.mark.parametrize("name", [METRICS_FILE, ROLLOUTS_FILE, TIMELINE_FILE, "trainer.log"])
+def test_a_file_that_is_all_hole_is_left_out_and_not_read_to_its_end(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "sent-0101-120000-abcd"
+    folder.mkdir()
+    (folder / PLAN_FILE).write_text("{}")
+    (folder / name).write_text("a line\n")
+    assert unreadable_file(folder) is None
+    os.truncate(folder / name, 100 << 30)
+    found = unreadable_file(folder)
+    assert found is not None
+    assert (found.path.name, "longer than what was written" in found.why) == (name, True)
+    with pytest.raises(GrpoError, match="longer than what was written"):  # it became so while it was read
+        tail(folder / name, sys.maxsize, lambda line: True, with_unfinished=True)
+    assert all_steps(folder) == []
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
