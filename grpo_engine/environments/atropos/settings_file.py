@@ -23,7 +23,7 @@ TYPE_WITH_LOGPROBS = "vllm"
 def serve_text(config: AtroposEnvConfig, tokenizer: str, token: str | None) -> str:
     """The file's text; `tokenizer` is the name for `AutoTokenizer.from_pretrained`.
 
-    Environments of Atropos send no token of their own; they do send the password of a URL.
+    Environments of Atropos send no token of their own; they do send the password of a URL, and the key of a server.
     """
     given = {theirs: getattr(config, ours) for ours, theirs in OWN_SETTINGS.items()}
     environment: dict[str, Any] = {
@@ -41,7 +41,7 @@ def serve_text(config: AtroposEnvConfig, tokenizer: str, token: str | None) -> s
             "tokenizer_name": tokenizer,
             "base_url": f"{url}/v1",
             "server_type": TYPE_WITH_LOGPROBS,
-            "api_key": "x",
+            "api_key": token or "x",
             **config.server,
         }
         for url in urls

@@ -31,7 +31,7 @@ from grpo_engine.server.http.requests import (
     unless_disconnected,
 )
 from grpo_engine.server.http.sleep_routes import sleep_routes
-from grpo_engine.serving.access import AccessControl
+from grpo_engine.serving.access import AccessControl, Token, caller
 from grpo_engine.serving.bodies import BodyLimits
 from grpo_engine.wire.inference import GenerateRequest, LogprobsMode
 
@@ -114,6 +114,7 @@ def create_app(service: Service) -> FastAPI:
     async def health_generate(request: Request) -> Response:
         engine.check_health()
         params = GenerateRequest(prompt="health", max_tokens=1, temperature=0)
+        caller().token = Token.RIGHT  # probes have none, and would wait as long as the run has requests
         await unless_disconnected(request, engine.generate(await engine.encode("a"), params))
         return Response()
 

@@ -88,6 +88,12 @@ def test_settings_reach_the_environment_under_their_atropos_names() -> None:
     assert environment["lr"] == 1e-5  # which YAML 1.1 reads as a text where it is not written as 1.0e-05
 
 
+def test_inference_servers_get_the_token_as_key_so_that_they_do_not_take_the_requests_for_those_of_strangers() -> None:
+    for token, settings, key in (("a token", {}, "a token"), (None, {}, "x"), ("a token", {"api_key": "k"}, "k")):
+        servers = yaml.safe_load(serve_text(config(server=settings), "t", token))["openai"]
+        assert {server["api_key"] for server in servers} == {key}
+
+
 def test_a_setting_that_has_a_name_here_is_not_taken_under_its_other_name() -> None:
     with pytest.raises(ValueError, match=r"settings\.wandb_name is name here: set name = 'sums' instead"):
         config(settings={"wandb_name": "sums"})
