@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from types import FrameType
@@ -30,9 +30,10 @@ from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
 from grpo_engine.environments.trainer_link import Outbox
 from grpo_engine.errors import GrpoError
 from grpo_engine.processes import raise_descriptor_limit
+from grpo_engine.serving.access import token_for
 from grpo_engine.serving.reporting import Reporter
 from grpo_engine.serving.turn import begin_in_turn
-from grpo_engine.wire.access_token import find_token
+from grpo_engine.wire.access_token import authorization, find_token
 from grpo_engine.wire.environment_variables import INFERENCE_KEY_VARIABLE
 from grpo_engine.wire.token_clients import open_async_client
 
@@ -94,7 +95,6 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
     raise_descriptor_limit()
     token = config.api_token or find_token(os.environ)
     key = config.api_key or os.environ.get(INFERENCE_KEY_VARIABLE)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with AsyncExitStack() as stack:
         stack.callback(end_scoring)
         to_api = _connections(max(100, 2 * config.copies + 8))
@@ -102,11 +102,17 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
             open_async_client(token, base_url=config.rollout_server_url, limits=to_api)
         )
 
-        async def clients(urls: Sequence[str], headers: Mapping[str, str]) -> InferenceServers:
+        async def clients(urls: Sequence[str], key: str | None) -> InferenceServers:
             servers = [
                 await stack.enter_async_context(
-                    # With the token a server answers before strangers, and at any length; a key of its own goes first.
-                    open_async_client(token, sends_token=not headers, base_url=url, limits=limits, headers=headers)
+                    # With the token a server answers before strangers, and at any length; its own key goes first.
+                    open_async_client(
+                        token,
+                        sends_token=False,
+                        base_url=url,
+                        limits=limits,
+                        headers=authorization(key or token_for(url, token)),
+                    )
                 )
                 for url in urls
             ]
@@ -115,10 +121,10 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
                 InferenceServers(servers, timeout_s=config.worker_timeout, first=first)
             )
 
-        inference = await clients(config.inference_urls, headers)
+        inference = await clients(config.inference_urls, key)
         opponent, opponent_http = None, None
         if config.opponent_urls:
-            opponent = Opponent(tokenizer=of_opponent or tokenizer, inference=await clients(config.opponent_urls, {}))
+            opponent = Opponent(tokenizer=of_opponent or tokenizer, inference=await clients(config.opponent_urls, None))
         if config.opponent_rollout_server_url is not None:
             opponent_http = await stack.enter_async_context(
                 open_async_client(token, base_url=config.opponent_rollout_server_url, limits=to_api)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, auto
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -74,6 +75,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def token_for(url: str, token: str | None) -> str | None:
+    """The token of a run, where an inference server at this URL may have it: on loopback, not on another machine."""
+    return token if is_loopback(urlsplit(url).hostname or "") else None
 
 
 def is_name_of_this_machine(host: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from grpo_engine.environments.atropos.config import OWN_SETTINGS, AtroposEnvConfig
+from grpo_engine.serving.access import token_for
 from grpo_engine.wire.access_token import url_with_token
 
 ENDLESS = 1_000_000_000
@@ -41,7 +42,7 @@ def serve_text(config: AtroposEnvConfig, tokenizer: str, token: str | None) -> s
             "tokenizer_name": tokenizer,
             "base_url": f"{url}/v1",
             "server_type": TYPE_WITH_LOGPROBS,
-            "api_key": token or "x",
+            "api_key": token_for(url, token) or "x",
             **config.server,
         }
         for url in urls

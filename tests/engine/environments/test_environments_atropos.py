@@ -92,6 +92,9 @@ def test_inference_servers_get_the_token_as_key_so_that_they_do_not_take_the_req
     for token, settings, key in (("a token", {}, "a token"), (None, {}, "x"), ("a token", {"api_key": "k"}, "k")):
         servers = yaml.safe_load(serve_text(config(server=settings), "t", token))["openai"]
         assert {server["api_key"] for server in servers} == {key}
+    elsewhere = config(inference_urls=["http://127.0.0.1:9001", "http://10.0.0.7:9001", "http://localhost.evil.com"])
+    servers = yaml.safe_load(serve_text(elsewhere, "t", "a token"))["openai"]
+    assert [server["api_key"] for server in servers] == ["a token", "x", "x"]
 
 
 def test_a_setting_that_has_a_name_here_is_not_taken_under_its_other_name() -> None:

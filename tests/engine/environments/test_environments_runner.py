@@ -309,7 +309,8 @@ async def test_two_policies_play_one_game_and_only_the_own_one_is_posted() -> No
     town, mafia = fake_inference(passing), fake_inference(lambda prompt, index: "<say>hello</say>")
     game = {**GAME, "task": {**GAME["task"], "policy_plays": "town"}}
     with served(mafia) as opponent, served_run(town, batch_size=16, max_token_len=512) as (api, inference, source):
-        config = settings(api, inference, opponent_urls=[opponent], api_key="ours alone", **game)
+        keys = {"api_key": "ours alone", "api_token": "of the run"}
+        config = settings(api, inference, opponent_urls=[opponent], **keys, **game)
         async with at_work(config, tiny_tokenizer()):
             batch = await asyncio.to_thread(source.next_batch, 50)
     assert batch is not None
@@ -320,7 +321,10 @@ async def test_two_policies_play_one_game_and_only_the_own_one_is_posted() -> No
     asked = ["".join(map(chr, body["prompt"]["prompt_token_ids"])) for body in mafia.state.requests]
     assert asked
     assert all(", mafia" in prompt for prompt in asked)
-    assert (town.state.authorizations, mafia.state.authorizations) == ({"Bearer ours alone"}, {None})
+    assert (town.state.authorizations, mafia.state.authorizations) == (
+        {"Bearer ours alone"},
+        {"Bearer of the run"},  # on loopback; a key of its own goes first
+    )
 
 
 @pytest.mark.slow
