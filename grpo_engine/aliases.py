@@ -10,6 +10,7 @@ from pathlib import Path
 from grpo_engine.cli import main
 from grpo_engine.config import read_table
 from grpo_engine.errors import ConfigError
+from grpo_engine.python_command import is_of_others
 
 COLOCATED_CONFIG = Path("training_configs/dr_grpo_config.yaml")
 """The configuration that a co-located trainer reads unless it is given another."""
@@ -33,7 +34,11 @@ def atropos_grpo_run() -> int:
 def run_colocated_grpo() -> int:
     """As `grpo-engine train` in the mode in which it samples itself; there `python run_colocated_grpo.py`."""
     given = sys.argv[1:]
-    defaults = colocated_defaults(given, Path.cwd())
+    try:
+        defaults = colocated_defaults(given, Path.cwd())
+    except ConfigError as error:
+        sys.stderr.write(f"run-colocated-grpo: {error}\n")
+        return 2
     if defaults:
         sys.stderr.write(f"run-colocated-grpo: by default {' '.join(defaults)}\n")
     return main(["train", "--weight-bridge-mode", "colocate", *defaults, *given])
@@ -66,6 +71,11 @@ def colocated_defaults(given: list[str], folder: Path) -> list[str]:
     known, others = parser.parse_known_args(given)
     file: Path | None = known.config
     if file is None and (folder / COLOCATED_CONFIG).is_file():
+        if is_of_others(folder / COLOCATED_CONFIG):
+            raise ConfigError(
+                f"{COLOCATED_CONFIG} or its folder belongs to another user, or all users may write to it: after you "
+                f"have read it, name it with --config {COLOCATED_CONFIG}"
+            )
         file = COLOCATED_CONFIG
     flags = ["--config", str(file)] if file is not None and known.config is None else []
     is_asked = known.task is not None or any(word.startswith("env.dataset=") for word in others)

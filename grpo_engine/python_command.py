@@ -1,4 +1,4 @@
-"""Keeps code of other users out of our processes: command line, environment, and whose a folder of modules is."""
+"""Keeps code of other users out of our processes: command line, environment, whose a folder or file is."""
 
 from __future__ import annotations
 
@@ -42,3 +42,16 @@ def others_may_write(folder: str | os.PathLike[str]) -> bool:
     except OSError:  # a link that another user made, to where we may not look
         return True
     return status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & 0o022)
+
+
+def is_of_others(file: str | os.PathLike[str]) -> bool:
+    """Whether another user, but root, made a file, a link to it or its folder, or every user may write to one of them.
+
+    Members of our group may: with a umask of 002 they may write to all that a user makes.
+    """
+    try:
+        found = (os.stat(file), os.stat(os.path.dirname(file) or os.curdir))
+        uids = {os.lstat(file).st_uid, *(status.st_uid for status in found)}
+    except OSError:  # gone, or a link that another user made, to where we may not look
+        return True
+    return not uids <= {0, os.geteuid()} or any(status.st_mode & 0o002 for status in found)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from grpo_engine.errors import ConfigError, GrpoError
+from grpo_engine.python_command import is_of_others
 
 LOGS = Path("logs")
 """Runs are below the current folder."""
@@ -38,11 +39,12 @@ def profile_folders() -> list[Path]:
 
 
 def available_profiles() -> dict[str, Path]:
-    """Every profile by name; a nearer folder takes precedence."""
+    """Every profile by name; a nearer folder takes precedence, but not with what other users put there."""
     found: dict[str, Path] = {}
     for folder in profile_folders():
         for path in sorted(folder.glob("*.toml")):
-            found.setdefault(path.stem, path)
+            if folder != PROFILES or not is_of_others(path):
+                found.setdefault(path.stem, path)
     return found
 
 

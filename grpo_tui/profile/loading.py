@@ -23,7 +23,7 @@ from grpo_engine.config import (
     with_absolute_paths,
 )
 from grpo_engine.errors import ConfigError
-from grpo_tui.paths import available_profiles
+from grpo_tui.paths import PROFILES, available_profiles
 from grpo_tui.profile.loaded import LoadedProfile
 from grpo_tui.profile.model import Profile, profile_type
 from grpo_tui.profile.moved_ports import asks_for_ports, moved, with_chosen
@@ -242,7 +242,8 @@ def find(name_or_file: str) -> Path:
     """The file of a profile name or path.
 
     Raises:
-        ConfigError: there is none; names the nearest profile.
+        ConfigError: there is none, and the message names the nearest profile; or it is one in `./profiles` that other
+            users may have written.
     """
     path = Path(name_or_file)
     if path.suffix == ".toml" or len(path.parts) > 1:
@@ -250,6 +251,12 @@ def find(name_or_file: str) -> Path:
             return path
         raise ConfigError(f"{path}: no such file")
     profiles = available_profiles()
+    nearest = PROFILES / f"{name_or_file}.toml"
+    if nearest.exists() and not (name_or_file in profiles and profiles[name_or_file].samefile(nearest)):
+        raise ConfigError(
+            f"profile {name_or_file!r}: {nearest} or its folder belongs to another user, or all users may write to it, "
+            f"and it names programs to run: after you have read it, start it by its path, {nearest}"
+        )
     if name_or_file in profiles:
         return profiles[name_or_file]
     names = ", ".join(profiles) or "none"

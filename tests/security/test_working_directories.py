@@ -18,8 +18,10 @@ from stage import Stage
 from grpo_engine import aliases
 from grpo_engine.cli import _close_to_others
 from grpo_engine.environments.tasks.python.loading import load_attribute
+from grpo_engine.errors import ConfigError
 from grpo_engine.python_command import module_command
 from grpo_engine.trackers import set_up_wandb
+from grpo_tui.paths import available_profiles
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
 from grpo_tui.supervisor import temporary
@@ -210,3 +212,45 @@ def test_without_a_home_compiled_code_is_not_taken_from_where_another_user_can_p
     own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert own != theirs
     assert (own.parent, own.stat().st_mode & 0o777) == (tmp_path, 0o700)
+
+
+def test_a_profile_that_another_user_put_beside_us_is_not_started_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a working directory such as /tmp, where anybody can make `profiles` first."""
+    monkeypatch.chdir(tmp_path)
+    Path("profiles").mkdir()
+    mine, theirs = Path("profiles/mine.toml"), Path("profiles/tiny-cpu.toml")
+    for file in (mine, theirs):
+        file.write_text('[services.a]\nkind = "command"\nargv = ["/bin/sh", "-c", "id"]\n')
+    theirs.chmod(0o666)
+    assert load("mine").path == mine
+    assert available_profiles()["tiny-cpu"] != theirs
+    with pytest.raises(ConfigError, match=r"'tiny-cpu': profiles/tiny-cpu\.toml or its folder belongs to another user"):
+        load("tiny-cpu")
+    assert load("profiles/tiny-cpu.toml").path == theirs  # whoever names the file has chosen it
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+@pytest.mark.parametrize("taken", ["profiles", "profiles/mine.toml"])
+def test_a_profile_in_a_folder_of_another_user_is_not_started_by_its_name(
+    taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("profiles").mkdir()
+    Path("profiles/mine.toml").write_text("")
+    os.chown(taken, 65534, 65534)
+    assert "mine" not in available_profiles()
+    with pytest.raises(ConfigError, match="start it by its path"):
+        load("mine")
+
+
+def test_a_co_located_trainer_takes_no_configuration_that_others_may_write(tmp_path: Path) -> None:
+    file = tmp_path / aliases.COLOCATED_CONFIG
+    file.parent.mkdir()
+    file.write_text("environment: {task: {name: python, module: evil}}\n")
+    assert aliases.colocated_defaults([], tmp_path) == ["--config", str(aliases.COLOCATED_CONFIG)]
+    file.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="name it with --config"):
+        aliases.colocated_defaults([], tmp_path)
+    assert aliases.colocated_defaults(["--config", str(file)], tmp_path) == []
