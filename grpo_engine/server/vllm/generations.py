@@ -27,6 +27,8 @@ from grpo_engine.server.stall_detector import StallDetector
 from grpo_engine.server.vllm.adapters import VllmAdapters
 from grpo_engine.server.vllm.requests import generation, refusals, sampling_params
 from grpo_engine.server.vllm.running import CoreOutputs, RunningVersions, lengths_so_far
+from grpo_engine.server.vllm.slots import Slots
+from grpo_engine.serving.access import Token, caller
 from grpo_engine.wire.inference import GenerateRequest
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class Generations:
         self.lock = WeightLock.private()
         """Of the weights; another one where they are shared."""
         self.gate = Gate()
+        self._slots = Slots(config.max_batch_size)
         self.stalls = StallDetector(config.stalled_after_s)
         self.adapters = VllmAdapters(config.model_name, self.awaiting_core)
         self.outputs: CoreOutputs
@@ -83,7 +86,7 @@ class Generations:
         prompt = {"prompt_token_ids": prompt_token_ids}
         while True:
             request_id = f"{self._instance}-{next(self._request_numbers)}"
-            async with self._admitted() as before:
+            async with self._admitted(params.n) as before:
                 num_moves = before.sequence - self._num_known_moves
                 with (
                     self._versions.request(request_id, before.policy_version) as versions,
@@ -116,10 +119,11 @@ class Generations:
             EngineUnavailable, HalfWritten: not now.
         """
         llm = running()
-        check_num_completions(getattr(sampling_params, "n", 1))
+        n = getattr(sampling_params, "n", 1)
+        check_num_completions(n)
         _check_num_logprobs(llm, prompt, sampling_params)
         outputs = self.outputs_of(llm, prompt, sampling_params, request_id, lora, **others)
-        async with self._admitted(), aclosing(outputs):
+        async with self._admitted(n), aclosing(outputs):
             async for output in outputs:
                 yield output
 
@@ -261,14 +265,15 @@ class Generations:
             self._interruptible.discard(request_id)
 
     @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[LockState]:
-        """Wait until requests may run and no write is in progress; yields the state of the weight lock then."""
-        if self._num_requests >= self._config.max_waiting:
+    async def _admitted(self, n: int) -> AsyncIterator[LockState]:
+        """Wait until a request of `n` sequences may run and no write is in progress; yields the weight lock's state."""
+        token = caller().token
+        if self._num_requests >= self._config.max_waiting // (2 if token is Token.WRONG else 1):
             raise EngineUnavailable(f"{self._num_requests} requests are waiting: send fewer at once, or retry later")
         self._num_requests += 1
         try:
             while True:
-                async with self.gate.passing():
+                async with self._slots.taken(token, n), self.gate.passing():
                     state = self.lock.check()
                     if not state.is_writing:
                         yield state
