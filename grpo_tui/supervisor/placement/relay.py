@@ -16,9 +16,10 @@ import logging
 import math
 import os
 import secrets
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_engine.wire.run_folder import TOKEN_FILE
@@ -31,6 +32,9 @@ MAX_UNKNOWN = 128
 """Connections at a gate that have shown no proof; one more closes the oldest. A door needs milliseconds."""
 REPORT_EVERY_S = 60.0
 """Refused connections are counted, those at the gate and those at doors, and each kind is logged at most so often."""
+SILENT_LIMIT_S = 30.0
+"""Between machines: a connection whose other end has not acknowledged for so long is closed, and with it that of the
+client or service. A machine without power or link sends no end of it."""
 LOOPBACK = "127.0.0.1"
 log = logging.getLogger(__name__)
 
@@ -69,6 +73,8 @@ class Relay:
         """Of connections at the gate that have shown no proof, the oldest first."""
         self._num_refused = {"the gate": 0, "doors": 0}
         self._reported_at_s = dict.fromkeys(self._num_refused, -math.inf)
+        self._unreached_at_s: dict[int, float] = {}
+        """When it was last logged that a port is not reachable: probes ask several times a second."""
 
     async def open_gate(self, address: str, inside: Iterable[int]) -> int:
         """Listen on an address of this machine for connections to these ports; returns the port of the gate."""
@@ -112,6 +118,7 @@ class Relay:
     async def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A connection at the gate: check it, and pass it on to a service of this machine."""
         with self._known(writer):
+            _end_with_link(writer)
             try:
                 async with asyncio.timeout(HANDSHAKE_LIMIT_S):
                     inner = await self._checked(reader, writer)
@@ -170,6 +177,11 @@ class Relay:
             log.warning("connections to %s are refused, %d so far; the last one: %s", where, num, why)
             self._reported_at_s[where] = time.monotonic()
 
+    def _report_unreached(self, port: int, machine: str, why: str) -> None:
+        if time.monotonic() - self._unreached_at_s.get(port, -math.inf) >= REPORT_EVERY_S:
+            log.info("port %d cannot be reached at %s: %s", port, machine, why)
+            self._unreached_at_s[port] = time.monotonic()
+
     def _leave(self, port: int, gate: tuple[str, int]):  # type: ignore[no-untyped-def]  # asyncio's own callback type
         async def leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with self._known(writer):
@@ -180,7 +192,7 @@ class Relay:
                             return
                         outer = await self._through(port, gate)
                 except (Refused, OSError, ValueError, TimeoutError) as error:
-                    log.info("port %d cannot be reached at %s: %s", port, gate[0], error)
+                    self._report_unreached(port, gate[0], str(error) or f"no answer within {HANDSHAKE_LIMIT_S:g} s")
                     return
                 await _pass((reader, writer), outer)
 
@@ -190,10 +202,13 @@ class Relay:
         """A connection through the gate of another machine."""
         reader, writer = await asyncio.open_connection(*gate, limit=LINE_BYTES)
         try:
+            _end_with_link(writer)
             own, there = secrets.token_hex(16), _name(writer.get_extra_info("peername"))
             challenge = (await reader.readline()).decode("ascii").strip()
             writer.write(f"{port} {own} {self._proof('door', challenge, str(port), own, there)}\n".encode())
             proof = (await reader.readline()).decode("ascii").strip()
+            if not proof:
+                raise Refused("nothing listens there yet, or its gate refuses this one")
             if not hmac.compare_digest(proof, self._proof("gate", own, str(port), there)):
                 raise Refused("no gate of this run")
         except BaseException:
@@ -239,19 +254,35 @@ def _why_foreign(writer: asyncio.StreamWriter) -> str | None:
     return f"user {user_name(client.uid)} has connected, and not a process of this run"
 
 
+def _end_with_link(writer: asyncio.StreamWriter) -> None:
+    """Have the kernel close a connection between machines when nothing of it is acknowledged any more."""
+    link = writer.get_extra_info("socket")
+    every_s = max(1, int(SILENT_LIMIT_S / 6))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENT_LIMIT_S))
+
+
 async def _pass(one: Streams, other: Streams) -> None:
-    """Pass bytes both ways until both sides have ended."""
+    """Pass bytes both ways until both sides have ended, or one is broken."""
     try:
-        await asyncio.gather(_copy(one[0], other[1]), _copy(other[0], one[1]))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_copy(one[0], other[1]))
+            tasks.create_task(_copy(other[0], one[1]))
+    except* OSError:
+        pass
     finally:
         other[1].close()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while part := await reader.read(PART_BYTES):
-            writer.write(part)
-            await writer.drain()
-    with suppress(OSError):
-        if writer.can_write_eof():
-            writer.write_eof()
+    """
+    Raises:
+        OSError: one of them is broken.
+    """
+    while part := await reader.read(PART_BYTES):
+        writer.write(part)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
