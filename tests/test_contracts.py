@@ -30,7 +30,7 @@ def test_files_and_variables_that_people_and_scripts_use_keep_their_names() -> N
     assert sorted(name for name in files if not name.startswith("_")) == sorted(
         [
             *("plan.json", "resolved.json", "state.json", "daemon.json", "daemon.lock", ".start.lock"),
-            *("broker.address", "machines.json"),
+            *("broker.address", "machines.json", ".ended"),
             *("supervisor.log", "events.jsonl", "metrics.jsonl", "rollouts.jsonl", "rollouts.sqlite", "keepers"),
             *(
                 "vllm_bridge_config.json",

@@ -63,7 +63,7 @@ class ClusterOfAgents:
         if node_id not in self.agents:
             folder = self.folder / node_id
             folder.mkdir(exist_ok=True)
-            self.agents[node_id] = Agent(self.run_folder, folder, None)
+            self.agents[node_id] = Agent(self.run_folder, folder, None, node=node_id)
         return await self.agents[node_id].answer(request)
 
     async def check(self, node_id: str, *, timeout_s: float) -> None:

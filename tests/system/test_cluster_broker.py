@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,13 +21,14 @@ from ports import free_port
 from stage import Stage
 
 from grpo_engine.wire.environment_variables import ATTEMPT_VARIABLE, MACHINE_ADDRESS_VARIABLE, SERVICE_VARIABLE
-from grpo_engine.wire.run_folder import BROKER_FILE, TOKEN_FILE
+from grpo_engine.wire.run_folder import BROKER_FILE, MACHINE_ENDED, TOKEN_FILE
 from grpo_engine.wire.supervisor import MachinesReport, MachineStatus, Refusal
 from grpo_tui import remote_process
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor import preflight
 from grpo_tui.supervisor.keeper.proc import identify, read_stat
 from grpo_tui.supervisor.placement import agent, attempts, broker
+from grpo_tui.supervisor.placement.agent import Agent
 from grpo_tui.supervisor.placement.broker import Broker
 from grpo_tui.supervisor.placement.remote import standing_for
 
@@ -107,6 +109,11 @@ async def line_of(process: asyncio.subprocess.Process, start: str) -> str:
         if line.startswith(start):
             return line.strip()
     raise AssertionError(f"no line starts with {start}")
+
+
+def lost_machine(bench: Bench) -> MachineStatus:
+    """The machine `left`, as it was reported last."""
+    return next(each for each in bench.reports[-1].machines if each.name == "left")
 
 
 async def until_gone(pid: int) -> None:
@@ -202,11 +209,57 @@ async def test_a_lost_machine_is_named_and_its_service_starts_on_another(stage: 
         assert machines["left"].lost_services == ["a"]
         assert machines["left"].next == "a is restarted on spare, which has 1 free device"
         again = await bench.start("a", attempt=2)
-        await line_of(again, "pid")
+        async with asyncio.timeout(DEADLINE_S):
+            while "a is started on spare by " not in (says := lost_machine(bench).next or ""):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert says.endswith(", when it runs nowhere else for certain")
+        starting = asyncio.create_task(line_of(again, "pid"))
+        assert identify(gone) is not None
+        assert not starting.done()
+        os.kill(gone, signal.SIGKILL)
+        (bench.run_folder / f"left{MACHINE_ENDED}").touch()  # as its agent does when nothing is left
+        await starting
+        assert not (bench.run_folder / f"left{MACHINE_ENDED}").exists()
         assert identify(stays) is not None
         bench.cluster.lost.clear()
-        os.kill(gone, signal.SIGKILL)
     await until_gone(stays)
+
+
+async def test_a_broker_after_one_that_lost_a_machine_waits_for_what_may_run_there(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(broker, "FENCE_S", 3.0)
+    bench = Bench(stage, tmp_path, [program("a", WAITS)], left=1, right=1)
+    async with bench.broker():
+        process = await bench.start("a")
+        gone = int((await line_of(process, "pid")).split()[1])
+        bench.cluster.lose("left")
+        assert await process.wait() == remote_process.EXIT_LOST
+    assert (bench.run_folder / "machines.json").exists()
+    async with bench.broker():  # of the run that is resumed at once
+        again = await bench.start("a", attempt=2)
+        await line_of(again, "pid")
+        assert "a may still run on left: it is started when its agent has ended it" in caplog.text
+        os.kill(gone, signal.SIGKILL)
+    assert not (bench.run_folder / "machines.json").exists()
+
+
+def test_a_lease_is_renewed_by_answers_that_the_broker_has_and_not_by_late_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    own = Agent(tmp_path, tmp_path, None, node="n")
+    first = own._number_answer()
+    now_s[0] += agent.LEASE_S - 1
+    own._renew(None)
+    assert own._why_to_end() is None
+    own._renew(first)  # a request that was sent long ago
+    now_s[0] += 2
+    assert own._why_to_end() is not None
+    late = own._number_answer()
+    own._renew(late)
+    assert own._why_to_end() is None
 
 
 async def test_a_machine_that_stops_answering_is_named_though_the_question_to_it_is_still_open(
@@ -389,10 +442,11 @@ async def test_the_parts_of_a_lost_machine_start_again_with_those_that_were_ende
         machines = {each.name: each for each in bench.reports[-1].machines}
         assert machines["right"].next == "a is restarted on left and spare, which has 1 free device"
         again = await bench.start("a", attempt=2)
+        os.kill(pids["right"], signal.SIGKILL)
+        (bench.run_folder / f"right{MACHINE_ENDED}").touch()  # as its agent does when nothing is left
         assert (await pids_of(again)).keys() == {"", "spare"}
         assert list(machines["left"].services) == ["a"]
         bench.cluster.lost.clear()
-        os.kill(pids["right"], signal.SIGKILL)
 
 
 async def test_a_stop_is_for_the_first_part_which_ends_the_others(stage: Stage, tmp_path: Path) -> None:

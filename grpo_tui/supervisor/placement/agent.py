@@ -1,11 +1,13 @@
 """The agent of one machine of a cluster: starts, watches and ends the services of a run there, by keepers.
 
-    python -P -m grpo_tui.supervisor.placement.agent RUN_FOLDER FOLDER RAYLET_PID
+    python -P -m grpo_tui.supervisor.placement.agent RUN_FOLDER FOLDER NODE RAYLET_PID
 
 Started by the actor of the machine, and outlives it: when the broker is restarted, its next actor finds the agent by
 its socket. Requests are lines of JSON on that socket (`wire.py`). It ends every service and exits when it is told to,
 when the raylet of its machine has exited (the cluster has lost the machine, and restarts its services elsewhere), and
-when nobody has asked for `LEASE_S`. Logs and files of keepers are in a folder of this machine, which it removes.
+when its lease has ended: no broker has asked for `LEASE_S`. A note in the run folder then says that nothing is left
+here, so that the broker need not wait for the end of the lease. Logs and files of keepers are in a folder of this
+machine, which it removes.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ import psutil
 from pydantic import BaseModel
 
 from grpo_engine.errors import GrpoError
-from grpo_engine.wire.codec import MAX_LINE_BYTES, to_line
-from grpo_engine.wire.run_folder import PLAN_FILE, service_log
+from grpo_engine.wire.codec import MAX_LINE_BYTES, to_line, write_atomically
+from grpo_engine.wire.run_folder import MACHINE_ENDED, PLAN_FILE, service_log
 from grpo_engine.wire.supervisor import PlacedUsage
 from grpo_tui.paths import host_folder
 from grpo_tui.run_files.log_file import read_part
@@ -47,10 +49,14 @@ from grpo_tui.supervisor.usage.cpu_memory import UsageReader
 from grpo_tui.supervisor.usage.gpus import GpuReader
 
 LEASE_S = 60.0
-"""Without a request for so long, the broker and whoever would restart it are gone."""
+"""Without a broker for so long, it and whoever would restart it are gone, or this machine is cut off."""
 CHECK_S = 0.5
 LOOK_AT_LOG_S = 0.05
 END_WITHIN_S = 10.0
+FENCE_S = LEASE_S + END_WITHIN_S
+"""After the last answer of a machine to a broker: nothing that writes to the run folder runs there any more."""
+MAX_UNHEARD = 128
+"""Answers of which it is not known whether the broker has them."""
 MAX_PART_BYTES = 256 * 1024
 """Of a log, in one answer."""
 LOG_LIMIT_BYTES = 64_000_000
@@ -87,7 +93,12 @@ class Attempt:
 class Agent:
     """The services of a run on one machine."""
 
-    def __init__(self, run_folder: Path, folder: Path, raylet: ProcessId | None) -> None:
+    def __init__(self, run_folder: Path, folder: Path, raylet: ProcessId | None, *, node: str) -> None:
+        """
+        Args:
+            node: the id of this machine in its cluster.
+        """
+        self._node = node
         self._run_folder = run_folder
         self._folder = folder
         self._raylet = raylet
@@ -95,7 +106,10 @@ class Agent:
         self._gpu_reader = GpuReader()
         self._usage_reader = UsageReader()
         psutil.cpu_percent()  # from here on the first figure counts
-        self._asked_at_s = time.monotonic()
+        self._lease_from_s = time.monotonic()
+        self._num_answers = 0
+        self._unheard: dict[int, float] = {}
+        """When each answer was sent that the broker has not confirmed."""
         self._is_ending = False
         self._limits: dict[Path, int] = {}
         self._relay: Relay | None = None
@@ -113,13 +127,17 @@ class Agent:
             if not self._is_ending:
                 log.warning("%s: every service on this machine is ended", reason)
                 await self._end()
+                if not self._watches:
+                    note = self._run_folder / f"{self._node}{MACHINE_ENDED}"
+                    with suppress(OSError):  # it is cut off from that too, or the folder was removed
+                        await asyncio.to_thread(write_atomically, note, f"{reason}\n".encode(), mode=0o600)
         finally:
             server.close()
 
     def _why_to_end(self) -> str | None:
         if self._raylet is not None and not self._raylet.is_alive():
             return "the raylet of this machine has exited"
-        if time.monotonic() - self._asked_at_s > LEASE_S:
+        if time.monotonic() - self._lease_from_s > LEASE_S:
             return f"the broker of the run has not asked for {LEASE_S:g} s"
         return None
 
@@ -141,7 +159,6 @@ class Agent:
         Raises:
             ValueError: it is no request.
         """
-        self._asked_at_s = time.monotonic()
         return to_line(await self._answer(wire.REQUEST.validate_json(line)))
 
     async def _answer(self, request: wire.AnyRequest) -> BaseModel:
@@ -155,6 +172,7 @@ class Agent:
             case wire.ChoosePort():
                 return wire.Chosen(port=free_port(request.address, request.but))
             case wire.Look():
+                self._renew(request.heard)
                 return await self._look()
             case wire.Route():
                 return await self._route(request)
@@ -223,7 +241,6 @@ class Agent:
             if data or report is not None or time.monotonic() >= deadline:
                 break
             await asyncio.sleep(LOOK_AT_LOG_S)
-        self._asked_at_s = time.monotonic()
         has_exited = report is not None and len(data) < MAX_PART_BYTES
         return wire.Followed(
             data=base64.b64encode(data).decode(),
@@ -247,6 +264,19 @@ class Agent:
 
     # --- the machine -----------------------------------------------------------------------------------------------
 
+    def _renew(self, heard: int | None) -> None:
+        """Count the lease from an answer that the broker has: it counts from when it had it, which was later."""
+        if heard is not None:
+            self._lease_from_s = max(self._lease_from_s, self._unheard.get(heard, 0.0))
+            self._unheard = {number: at for number, at in self._unheard.items() if number > heard}
+
+    def _number_answer(self) -> int:
+        self._num_answers += 1
+        self._unheard[self._num_answers] = time.monotonic()
+        if len(self._unheard) > MAX_UNHEARD:
+            del self._unheard[next(iter(self._unheard))]
+        return self._num_answers
+
     async def _look(self) -> wire.Usage:
         running = {
             service: (number, each.keeper)
@@ -260,6 +290,7 @@ class Agent:
         held = {name: [gpu.by_service[name] for gpu in sample.gpus if name in gpu.by_service] for name in usage}
         memory = psutil.virtual_memory()
         return wire.Usage(
+            number=self._number_answer(),
             sees_run=_is_ours(self._run_folder / PLAN_FILE),
             attempts=attempts,
             services={
@@ -329,7 +360,7 @@ def _is_ours(path: Path) -> bool:
 
 def main() -> int:
     """Serve one machine; exits at once where an agent of it runs already."""
-    run_folder, folder, raylet = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    run_folder, folder, node, raylet = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     folder.mkdir(mode=0o700, exist_ok=True)
     os.umask(0o077)
     become_reaper()
@@ -341,7 +372,7 @@ def main() -> int:
         (folder / "agent.sock").unlink()
     for number in (signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    asyncio.run(Agent(run_folder, folder, identify(raylet)).run())
+    asyncio.run(Agent(run_folder, folder, identify(raylet), node=node).run())
     shutil.rmtree(folder, ignore_errors=True)
     return 0
 

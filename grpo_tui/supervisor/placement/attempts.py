@@ -182,7 +182,10 @@ class PlacedAttempt:
             argv = (*placed.argv, *(word.format_map(values) for word in placed.part_arguments))
             placed = replace(placed, argv=argv, ports=placed.ports if part.number else (*placed.ports, port))
         asked = wire.Start(launch=wire.LAUNCH.dump_json(placed).decode(), attempt=self._request.attempt)
-        answer = await self._agents.ask(part.held, asked, wire.Started, timeout_s=START_LIMIT_S)
+        try:
+            answer = await self._agents.ask(part.held, asked, wire.Started, timeout_s=START_LIMIT_S)
+        finally:
+            part.held.leased_at_s = time.monotonic()  # its agent may have been started for this question
         if answer.refused is not None:
             raise GrpoError(f"{part.held.node.name}: {answer.refused}")
 

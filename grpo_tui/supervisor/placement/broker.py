@@ -20,12 +20,13 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from grpo_engine.errors import GrpoError
-from grpo_engine.wire.codec import MAX_LINE_BYTES, Message, to_line, write_atomically, write_json_atomically
-from grpo_engine.wire.run_folder import BROKER_FILE, PLACES_FILE
+from grpo_engine.wire.codec import MAX_LINE_BYTES, Message, Time, to_line, write_atomically, write_json_atomically
+from grpo_engine.wire.run_folder import BROKER_FILE, MACHINE_ENDED, PLACES_FILE
 from grpo_engine.wire.supervisor import MachinesReport
 from grpo_tui.remote_process import EXIT_LOST
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor.placement import wire
+from grpo_tui.supervisor.placement.agent import FENCE_S
 from grpo_tui.supervisor.placement.assignment import NoRoom, Room, assign
 from grpo_tui.supervisor.placement.attempts import FollowRequest, Part, PlacedAttempt, send
 from grpo_tui.supervisor.placement.cluster import Cluster, MachineLost, NoAnswer, Node
@@ -51,6 +52,9 @@ LATE_S = 1.0
 """A round that comes so much too late says that this process stood still, and not the machines."""
 ANSWER_LIMIT_S = 20.0
 ROOM_ROUND_S = 0.5
+FENCE_ROUND_S = 0.25
+READERS = ("inference", "reference")
+"""Kinds of services that write nothing to the run folder: two of one may run for a while."""
 UNCLAIMED_S = 30.0
 """A service that runs on a machine, and that nobody has followed for so long, is ended."""
 log = logging.getLogger(__name__)
@@ -65,12 +69,23 @@ class Place(Message):
     """Their numbers on it."""
 
 
+class Fence(Message):
+    """A machine that does not answer, on which services of the run may still be running."""
+
+    machine: str
+    services: list[str]
+    until: Time
+    """By then its agent has ended them."""
+
+
 class Places(Message):
     """`machines.json`: where services run, for the next broker."""
 
     devices: dict[str, list[int]] = {}
     """Reserved, by node."""
     services: dict[str, list[Place]] = {}
+    fences: dict[str, Fence] = {}
+    """By node."""
 
 
 class Broker:
@@ -111,6 +126,8 @@ class Broker:
         """The same, of machines that devices are being reserved on, and of those without anything of the run."""
         self._losses: dict[str, Loss] = {}
         """The last one of each machine, by its name."""
+        self._fences: dict[str, Fence] = {}
+        """By node."""
         self._listed_at: float | None = None
         self._reported_at_s = -LOOK_S
         self._places: dict[str, list[Place]] = {}
@@ -157,12 +174,20 @@ class Broker:
     async def close(self) -> None:
         """End everything on all machines, and give them back."""
         await asyncio.gather(*(self._close(held) for held in self._held.values()))
-        (self._run_folder / PLACES_FILE).unlink(missing_ok=True)
+        self._held.clear()
+        self._places.clear()
+        if [node for node in list(self._fences) if self._is_fenced(node)]:
+            self._save()  # for the broker of a run that is resumed
+        else:
+            (self._run_folder / PLACES_FILE).unlink(missing_ok=True)
 
     async def _close(self, held: Held) -> None:
-        with suppress(GrpoError):
-            if held.state != "lost":
+        if held.state != "lost":
+            try:
                 await self.ask(held, wire.End(), wire.Done)
+            except GrpoError as error:
+                log.warning("what runs on %s ends within %g s: %s", held.node.name, FENCE_S, error)
+                self._fence(held)
         with suppress(GrpoError):
             await self._cluster.release(held.node.id)
 
@@ -292,6 +317,7 @@ class Broker:
             places = Places.model_validate_json((self._run_folder / PLACES_FILE).read_bytes())
         except (OSError, ValidationError):
             return set()
+        self._fences = dict(places.fences)
         nodes = {node.id: node for node in await self._cluster.nodes()}
         for node_id, devices in places.devices.items():
             if node_id not in nodes:
@@ -310,6 +336,7 @@ class Broker:
         places = Places(
             devices={node: list(held.devices) for node, held in self._held.items() if held.state != "lost"},
             services=self._places,
+            fences=self._fences,
         )
         write_json_atomically(self._run_folder / PLACES_FILE, places, mode=0o600)
 
@@ -364,7 +391,7 @@ class Broker:
         """Ask a machine what runs there, and keep the answer; without one of the cluster's own process it is silent."""
         try:
             usage, _ = await asyncio.gather(
-                self.ask(held, wire.Look(), wire.Usage, timeout_s=LOOK_LIMIT_S),
+                self._ask_usage(held),
                 self._cluster.check(held.node.id, timeout_s=LOOK_LIMIT_S),
             )
         except MachineLost:
@@ -381,6 +408,11 @@ class Broker:
             held.state, held.since = "ready", time.time()
             self._send_report()
         await self._end_unclaimed(held, usage)
+
+    async def _ask_usage(self, held: Held) -> wire.Usage:
+        usage = await self.ask(held, wire.Look(heard=held.last_answer), wire.Usage, timeout_s=LOOK_LIMIT_S)
+        held.last_answer, held.leased_at_s = usage.number, time.monotonic()
+        return usage
 
     def _name_silent(self) -> None:
         """Machines that have not answered for a while."""
@@ -401,9 +433,54 @@ class Broker:
             held.state, held.since, held.usage = "lost", time.time(), None
             ran = self._services_on(held)
             self._losses[held.node.name] = Loss(at=held.since, services=ran)
+            self._fence(held)
             log.error("%s is lost, and with it %s", held.node.name, ", ".join(ran) or "no service")
             self._save()
             self._send_report()
+
+    # --- fences ----------------------------------------------------------------------------------------------------
+
+    def _fence(self, held: Held) -> None:
+        """Keep what ran on a machine that does not answer from being started elsewhere while it may run there."""
+        if writers := [name for name in self._services_on(held) if self._launches[name].kind not in READERS]:
+            until = time.time() + held.leased_at_s + FENCE_S - time.monotonic()
+            self._fences[held.node.id] = Fence(machine=held.node.name, services=writers, until=until)
+
+    def _is_fenced(self, node: str) -> bool:
+        """Whether services may still run there; ends with the time, or when the agent has left its note."""
+        note = self._run_folder / f"{node}{MACHINE_ENDED}"
+        if node not in self._fences or (not note.exists() and time.time() < self._fences[node].until):
+            return node in self._fences
+        note.unlink(missing_ok=True)
+        del self._fences[node]
+        self._save()
+        return False
+
+    async def _wait_for_fences(self, name: str, reader: asyncio.StreamReader) -> int | None:
+        """Return when no earlier attempt of a service can run on a machine that does not answer.
+
+        Returns:
+            The signal that stopped it meanwhile, if one did.
+
+        Raises:
+            ConnectionError: its process on the supervisor's side is gone.
+        """
+        for node, fence in list(self._fences.items()):
+            if name not in fence.services or not self._is_fenced(node):
+                continue
+            by = time.strftime("%H:%M:%S", time.localtime(fence.until))
+            log.warning(
+                "%s may still run on %s: it is started when its agent has ended it, by %s", name, fence.machine, by
+            )
+            while self._is_fenced(node):
+                try:
+                    line = await asyncio.wait_for(reader.readline(), FENCE_ROUND_S)
+                except TimeoutError:
+                    continue
+                if not line:
+                    raise ConnectionError(f"the process of {name} on this side is gone")
+                return int(json.loads(line)["signal"])
+        return None
 
     async def _end_unclaimed(self, held: Held, usage: wire.Usage) -> None:
         """End services whose process on the supervisor's side was killed while no broker ran."""
@@ -427,6 +504,7 @@ class Broker:
             listed_at=self._listed_at,
             decides_within_s=self._decides_within_s,
             restarts_machines=self._restarts_machines,
+            fenced={name: fence.until for fence in self._fences.values() for name in fence.services},
         )
         self._report(MachinesReport(machines=machine_statuses(machines)))
 
@@ -474,6 +552,9 @@ class Broker:
         if name not in self._launches:
             return send(writer, words=f"{name} takes no devices of the cluster", exit=EXIT_LOST)
         try:
+            await self._parts_of(name)
+            if (stopped_by := await self._wait_for_fences(name, reader)) is not None:
+                return send(writer, exit=-stopped_by)
             parts = await self._parts_of(name)
         except GrpoError as error:
             return send(writer, words=str(error), exit=EXIT_LOST)

@@ -30,6 +30,10 @@ class Held:
     since: float = field(default_factory=time.time)
     state: Literal["ready", "silent", "lost"] = "silent"
     usage: wire.Usage | None = None
+    leased_at_s: float = field(default_factory=time.monotonic)
+    """When its agent answered last: the lease of the agent counts from there at the latest."""
+    last_answer: int | None = None
+    """The number of that answer."""
     is_watched: bool = False
 
 
@@ -68,6 +72,8 @@ class Machines:
     """How long the cluster waits for a machine before it gives it up; None where that is not known."""
     restarts_machines: bool
     """Whether a lost machine is started again, as in a private cluster."""
+    fenced: Mapping[str, float] = field(default_factory=dict)
+    """Until when a service may still run on a machine that does not answer; in Unix seconds."""
 
     @property
     def num_free(self) -> Mapping[str, int]:
@@ -158,7 +164,10 @@ def _outlook(services: Iterable[str], cluster: Machines, *, is_lost: bool) -> It
         machines = [names[node] for node in nodes if node in names]
         launch = cluster.launches[name]
         if nodes and len(machines) == len(nodes):
-            if is_lost:
+            if name in cluster.fenced:
+                by = time.strftime("%H:%M:%S", time.localtime(cluster.fenced[name]))
+                yield f"{name} is started on {' and '.join(machines)} by {by}, when it runs nowhere else for certain"
+            elif is_lost:
                 yield f"{name} is placed on {' and '.join(machines)}"
         elif launch.restart is RestartPolicy.NEVER:
             yield f'{name} is not restarted (restart = "never"): `grpo-tui resume` goes on from its newest checkpoint'

@@ -205,6 +205,7 @@ class MachineActor:
         self._run_folder, self._machine = Path(run_folder), machine
         self._environment, self._python_path = environment, python_path
         self._raylet = os.getppid()
+        self._node = ray.get_runtime_context().get_node_id()
         self._socket = agent_socket(self._run_folder, machine)
         self._starting: asyncio.Lock | None = None
 
@@ -240,7 +241,7 @@ class MachineActor:
         folder = agent_folder(self._run_folder, self._machine)
         folder.mkdir(mode=0o700, exist_ok=True)
         module = "grpo_tui.supervisor.placement.agent"
-        argv = module_command(module, str(self._run_folder), str(folder), str(self._raylet))
+        argv = module_command(module, str(self._run_folder), str(folder), self._node, str(self._raylet))
         environment = {**self._environment, "PYTHONPATH": os.pathsep.join(self._python_path)}
         with (folder / "agent.log").open("ab") as out:
             process = subprocess.Popen(  # noqa: ASYNC220 - it outlives this process

@@ -60,9 +60,12 @@ class ChoosePort(Message):
 
 
 class Look(Message):
-    """Broker → agent: what runs, and what it uses; answered by `Usage`."""
+    """Broker → agent: what runs, and what it uses; answered by `Usage`. It renews the lease of the agent."""
 
     do: Literal["look"] = "look"
+    heard: Whole | None = None
+    """The number of the last answer that the broker has. The lease counts from when that was sent, so that a request
+    which was on its way for long renews nothing that the broker does not know of."""
 
 
 class Route(Message):
@@ -121,6 +124,8 @@ class Followed(Message):
 class Usage(Message):
     """The answer to `Look`."""
 
+    number: Whole = 0
+    """Of this answer, counted by the agent."""
     sees_run: bool
     """Whether the folder of the run is there, as this user's."""
     attempts: dict[str, Whole] = {}
