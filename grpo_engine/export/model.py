@@ -156,8 +156,10 @@ def check(folder: Path, device: str) -> str:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model = _load_exported(folder, device)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:  # of transformers
-        raise ModelError(f"the exported model does not load: {error}") from error
+    except ModelError:
+        raise
+    except Exception as error:  # transformers and its parsers raise anything at values of another type
+        raise ModelError(f"the exported model does not load: {type(error).__name__}: {error}") from error
     prompt = _prompt(tokenizer).to(device)
     if not torch.isfinite(model(**prompt).logits).all():
         raise ModelError("the exported model's logits are not finite: export another checkpoint (--step)")

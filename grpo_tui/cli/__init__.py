@@ -5,6 +5,7 @@ Each command is imported when it is used, so that `status` imports neither profi
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -152,6 +153,11 @@ def main() -> NoReturn:
     except GrpoError as error:
         write_line(error, to_stderr=True)
         sys.exit(_exit_code(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        write_line(f"{error.filename or os.getcwd()}: {error.strerror}: make room, and try again", to_stderr=True)
+        sys.exit(ExitCode.FAILED)
     sys.exit(ExitCode.OK)
 
 

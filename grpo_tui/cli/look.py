@@ -89,7 +89,7 @@ def ps_command(
         for warning in diagnose((), status) if run.is_live else ():
             write_line(f"{run.id}: {warning.severity}: {indented(warning.text)}", to_stderr=True)
     for each in left_out:
-        write_line(one_line(f"{each.path}: the run is left out: {each.why}"), to_stderr=True)
+        write_line(each, to_stderr=True)
 
 
 def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None:

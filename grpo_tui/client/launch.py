@@ -393,11 +393,11 @@ def make_folder(
         token = own_token(loaded)
         if fill is not None:
             fill(folder)
-    except BaseException:  # Ctrl-C too: copying a checkpoint takes a while
+        write_token(folder, token)
+        write_files(folder, files)
+    except BaseException:  # a full disk, or Ctrl-C: copying a checkpoint takes a while
         shutil.rmtree(folder)  # nothing will run in it
         raise
-    write_token(folder, token)
-    write_files(folder, files)
     return folder
 
 

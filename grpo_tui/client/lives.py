@@ -77,6 +77,8 @@ _FILES = frozenset(
     }
 )
 _LOCKS_OF_SERVICES = frozenset({TURN_LOCK, CHECKPOINTS_LOCK})
+MAX_DEPTH = 64
+"""Of folders below that of a run: with trackers' caches they have about ten."""
 
 
 def refuse_links(run_folder: Path) -> None:
@@ -107,19 +109,43 @@ def refuse_no_files(run_folder: Path) -> None:
     Raises:
         StartRefused: there is a pipe or a device, or a folder in place of a file; nothing was changed.
     """
-    for path in run_folder.rglob("*"):
-        try:
-            mode = path.lstat().st_mode
-        except FileNotFoundError:  # removed meanwhile
-            continue
-        is_of_run = path.parent == run_folder or path.parent.parent == run_folder / POLICIES
-        is_file = is_of_run and (path.name in _FILES or path.suffix == ".log")
-        if _is_pipe_or_device(mode) or (is_file and stat.S_ISDIR(mode)):
-            raise StartRefused(f"{path} is no regular file, and a run that goes on would use it: remove it")
+    for entry in _entries_below(run_folder):
+        is_in_place_of_file = entry.is_dir(follow_symlinks=False) and _is_file_of_run(Path(entry.path), run_folder)
+        if is_in_place_of_file or _is_pipe_or_device(entry):
+            raise StartRefused(f"{entry.path} is no regular file, and a run that goes on would use it: remove it")
 
 
-def _is_pipe_or_device(mode: int) -> bool:
-    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+def _entries_below(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Everything below a folder; no link is followed. Its kind is known without a call for each entry.
+
+    Raises:
+        StartRefused: it is nested deeper than any run: Python's functions that copy and remove call themselves for
+            each level.
+    """
+    pending = [(str(folder), 1)]
+    while pending:
+        path, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise StartRefused(f"{folder}: folders are nested deeper than {MAX_DEPTH} in it, as in no run: remove them")
+        with suppress(FileNotFoundError), os.scandir(path) as entries:  # removed meanwhile
+            for entry in entries:
+                yield entry
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append((entry.path, depth + 1))
+
+
+def _is_file_of_run(path: Path, run_folder: Path) -> bool:
+    is_of_run = path.parent == run_folder or path.parent.parent == run_folder / POLICIES
+    return is_of_run and (path.name in _FILES or path.suffix == ".log")
+
+
+def _is_pipe_or_device(entry: os.DirEntry[str]) -> bool:
+    if entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False) or entry.is_symlink():
+        return False
+    try:
+        return not stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)
+    except FileNotFoundError:  # removed meanwhile
+        return False
 
 
 def close_to_others(run_folder: Path) -> None:
@@ -223,14 +249,13 @@ def copy_checkpoint(checkpoint: Path, save_path: Path) -> None:
         CheckpointError: it was removed meanwhile, the disk is full, or there is a link in it, whose target may be any
             file or folder of ours.
     """
-    for path in (checkpoint, *checkpoint.rglob("*")):
-        mode = path.lstat().st_mode
-        if stat.S_ISLNK(mode):
-            raise CheckpointError(
-                f"{path} is a link, and its target would be copied to the branch: put a copy in its place"
-            )
-        if _is_pipe_or_device(mode):
-            raise CheckpointError(f"{path} is no regular file, and a trainer would wait for it: remove it")
+    links = (entry.path for entry in _entries_below(checkpoint) if entry.is_symlink())
+    if link := checkpoint if checkpoint.is_symlink() else next(links, None):
+        raise CheckpointError(
+            f"{link} is a link, and its target would be copied to the branch: put a copy in its place"
+        )
+    if pipe := next(filter(_is_pipe_or_device, _entries_below(checkpoint)), None):
+        raise CheckpointError(f"{pipe.path} is no regular file, and a trainer would wait for it: remove it")
     partial = save_path / f".{checkpoint.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
     try:

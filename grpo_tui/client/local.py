@@ -26,6 +26,7 @@ from grpo_engine.wire.supervisor import (
     Warning,
     how_to_go_on,
 )
+from grpo_engine.wire.terminal_text import printable
 from grpo_tui.paths import LOGS, name_of_run
 from grpo_tui.run_files.metrics import latest_metrics as latest_metrics
 from grpo_tui.run_files.opening import may_be_hollow, open_file
@@ -51,8 +52,13 @@ class NoSuchRun(GrpoError):
 class Unreadable:
     """A file or folder that prevents a run from being read, and why."""
 
+    run: str
+    """Name of the folder of the run."""
     path: Path
     why: str
+
+    def __str__(self) -> str:
+        return printable(f"{self.path}: the run is left out: {self.why}", keep="")
 
 
 class StartRefused(GrpoError):
@@ -107,7 +113,7 @@ def unreadable_file(folder: Path) -> Unreadable | None:
     try:
         paths = [*folder.iterdir(), *folder.glob(f"{KEEPERS}/*")]
     except OSError as error:  # another user's
-        return Unreadable(path=folder, why=error.strerror or str(error))
+        return Unreadable(run=folder.name, path=folder, why=error.strerror or str(error))
     for path in paths:
         if path.suffix in READ_SUFFIXES:
             try:
@@ -115,7 +121,7 @@ def unreadable_file(folder: Path) -> Unreadable | None:
             except FileNotFoundError:  # a link to nothing, a file that was removed meanwhile
                 continue
             except OSError as error:
-                return Unreadable(path=path, why=error.strerror or str(error))
+                return Unreadable(run=folder.name, path=path, why=error.strerror or str(error))
     return None
 
 
@@ -215,20 +221,24 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
     Raises:
         NoSuchRun: no run, or more than one, matches.
     """
-    known = runs(logs)
+    known, left_out = runs_and_left_out(logs)
     if prefix is not None:
         exact = [run for run in known if run.id == prefix] or [run for run in known if name_of_run(run.id) == prefix]
         found = exact or [run for run in known if run.id.startswith(prefix)]
         if len(found) == 1:
             return found[0]
+        if unreadable := [each for each in left_out if not found and each.run.startswith(prefix)]:
+            raise NoSuchRun(f"run {prefix!r}: {unreadable[0]}")
         names = ", ".join(run.id for run in (found or known)[:8]) or f"none in {logs.resolve()}"
         raise NoSuchRun(f"run {prefix!r}: {'several runs match' if found else 'no such run'}; runs: {names}")
     live = [run for run in known if run.is_live]
     if live or (also_ended and known):
         return (live or known)[0]
-    hint = (
-        f"the newest, {known[0].id}, has ended; {how_to_go_on(known[0].folder)}" if known else "no run was started here"
-    )
+    hint = "no run was started here"
+    if known:
+        hint = f"the newest, {known[0].id}, has ended; {how_to_go_on(known[0].folder)}"
+    elif left_out:
+        hint = str(left_out[0])
     raise NoSuchRun(f"no live run in {logs.resolve()}: {hint}")
 
 

@@ -180,6 +180,14 @@ def test_a_model_that_does_not_load_whole_is_not_exported(whole: Path, tmp_path:
     assert not (tmp_path / "model").exists()
 
 
+def test_settings_of_a_tokenizer_of_another_type_are_an_error_of_the_model(whole: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(whole, tmp_path / "step_3")
+    settings = json.loads((whole / "tokenizer_config.json").read_text())
+    (damaged / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": ["a", "list"]}))
+    with pytest.raises(ModelError, match=r"does not load: \w+Error: "):
+        exported(damaged, tmp_path / "model")
+
+
 def test_an_adapter_with_a_missing_tensor_is_not_exported(adapter: Path, tmp_path: Path) -> None:
     damaged = shutil.copytree(adapter, tmp_path / "step_3")
     tensors = load_file(adapter / "adapter_model.safetensors")

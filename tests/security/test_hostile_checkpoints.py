@@ -287,6 +287,15 @@ def test_a_pipe_at_any_depth_of_a_run_folder_is_refused_before_anything_is_start
         lives.refuse_no_files(tmp_path)
 
 
+def test_folders_nested_deeper_than_any_are_refused_by_resume_and_branch(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.joinpath(*["d"] * 80).mkdir(parents=True)
+    with pytest.raises(StartRefused, match="nested deeper than 64"):
+        lives.refuse_no_files(folder)
+    with pytest.raises(StartRefused, match="nested deeper than 64"):
+        lives.copy_checkpoint(folder, tmp_path / "branch")
+
+
 def test_a_checkpoint_with_a_pipe_in_it_is_not_copied_to_a_branch(step_6: Path, tmp_path: Path) -> None:
     pipe(step_6 / "trainer.json")
     with pytest.raises(CheckpointError, match=r"trainer\.json is no regular file"):

@@ -72,6 +72,15 @@ def test_a_run_is_found_by_id_or_unique_prefix(tmp_path: Path) -> None:
         find_run("x", tmp_path, also_ended=False)
 
 
+def test_of_a_run_that_is_left_out_commands_name_the_file_that_prevents_it(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "tiny-1", 1.0)
+    (folder / "resolved.json").unlink(missing_ok=True)
+    os.mkfifo(folder / "resolved.json")
+    for prefix in ("tiny-1", "t", None):
+        with pytest.raises(NoSuchRun, match=r"resolved\.json: the run is left out: not a regular file"):
+            find_run(prefix, tmp_path, also_ended=True)
+
+
 def test_without_a_name_the_newest_live_run_is_chosen_and_an_ended_one_only_to_read(tmp_path: Path) -> None:
     with pytest.raises(NoSuchRun, match="no run was started here"):
         find_run(None, tmp_path, also_ended=True)

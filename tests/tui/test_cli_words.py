@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_engine.errors import ConfigError
+from grpo_tui import cli
 from grpo_tui.cli import build_app
 from grpo_tui.cli.overrides import own_overrides, with_set
+from grpo_tui.client.launch import make_folder
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
@@ -85,3 +89,21 @@ def test_a_number_of_devices_is_refused_where_a_profile_names_the_gpus() -> None
 )
 def test_a_word_after_an_option_is_its_value_and_no_override(words: list[str], expected: list[str]) -> None:
     assert with_set(words) == expected
+
+
+def test_a_full_disk_is_a_message_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def start(prog_name: str) -> None:
+        make_folder(load("tiny-cpu"), tmp_path / "logs", take_ports=False, fill=fill)
+
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(cli, "build_app", lambda: start)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=str(ExitCode.FAILED.value)):
+        cli.main()
+    assert capsys.readouterr().err == f"{tmp_path}: No space left on device: make room, and try again\n"
+    assert list((tmp_path / "logs").iterdir()) == []
