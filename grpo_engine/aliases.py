@@ -71,7 +71,7 @@ def colocated_defaults(given: list[str], folder: Path) -> list[str]:
     known, others = parser.parse_known_args(given)
     file: Path | None = known.config
     if file is None and (folder / COLOCATED_CONFIG).is_file():
-        if is_of_others(folder / COLOCATED_CONFIG):
+        if is_of_others(folder / COLOCATED_CONFIG, folder):
             raise ConfigError(
                 f"{COLOCATED_CONFIG} or its folder belongs to another user, or all users may write to it: after you "
                 f"have read it, name it with --config {COLOCATED_CONFIG}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from grpo_engine.config import Config, ConfigT
-from grpo_engine.errors import BridgeError, GrpoError
+from grpo_engine.errors import BridgeError, GrpoError, ModelError
 from grpo_engine.flags import flags_of, parse_flags
 from grpo_engine.other_names import COLOCATE
 from grpo_engine.own_file import open_own_file
@@ -121,10 +121,10 @@ def _close_to_others(name: str) -> None:
 
 
 def _compiled_code() -> Path:
-    """Where compiled code is kept, as `settle_environment` of vLLM has it; without a home folder for this process."""
+    """Where compiled code is kept, as `settle_environment` of vLLM has it; of this process without a home of ours."""
     from grpo_engine.models.local import cache_folder
 
-    with suppress(OSError, RuntimeError):
+    with suppress(OSError, RuntimeError, ModelError):
         folder = cache_folder(os.environ) / "inductor"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

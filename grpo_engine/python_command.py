@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 SEARCH_PATHS = (
     *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH"),
@@ -44,14 +46,36 @@ def others_may_write(folder: str | os.PathLike[str]) -> bool:
     return status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & 0o022)
 
 
-def is_of_others(file: str | os.PathLike[str]) -> bool:
-    """Whether another user, but root, made a file, a link to it or its folder, or every user may write to one of them.
+def is_of_others(file: Path, working_directory: Path) -> bool:
+    """Whether a stranger made a file, a link to it or its folder, or every user may write to one of them.
 
-    Members of our group may: with a umask of 002 they may write to all that a user makes.
+    No stranger is who owns the working directory, unless every user may write to it: root of a container works in a
+    folder of its host. Nor are members of our group: with a umask of 002 they may write to all that a user makes.
     """
     try:
-        found = (os.stat(file), os.stat(os.path.dirname(file) or os.curdir))
+        found = (os.stat(file), os.stat(file.parent))
         uids = {os.lstat(file).st_uid, *(status.st_uid for status in found)}
+        here = os.stat(working_directory)
     except OSError:  # gone, or a link that another user made, to where we may not look
         return True
-    return not uids <= {0, os.geteuid()} or any(status.st_mode & 0o002 for status in found)
+    known = {0, os.geteuid()} | (set() if here.st_mode & 0o002 else {here.st_uid})
+    return not uids <= known or any(status.st_mode & 0o002 for status in found)
+
+
+def others_may_fill(folder: Path) -> str | None:
+    """Why another user, but root, may have files of his in a folder; None: he may not.
+
+    It is his, or he may put one of his in its place, as all users may write to a folder above. A folder above may be
+    another user's, as one that a container has from its host is.
+    """
+    for each in (folder, *folder.absolute().parents):
+        try:
+            status = os.stat(each)
+        except OSError:  # there is none, or none that we can use
+            continue
+        is_own = status.st_uid in (0, os.geteuid())
+        if each == folder and not is_own:
+            return f"{folder} belongs to user {status.st_uid}"
+        if status.st_mode & 0o002 and not (status.st_mode & stat.S_ISVTX and is_own and each != folder):
+            return f"all users may write to {each}"
+    return None

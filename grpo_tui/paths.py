@@ -43,7 +43,7 @@ def available_profiles() -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in profile_folders():
         for path in sorted(folder.glob("*.toml")):
-            if folder != PROFILES or not is_of_others(path):
+            if folder != PROFILES or not is_of_others(path, Path()):
                 found.setdefault(path.stem, path)
     return found
 

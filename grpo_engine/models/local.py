@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_engine.errors import ModelError
+from grpo_engine.python_command import others_may_fill
 from grpo_engine.wire.file_locks import lock_holder
 from grpo_engine.wire.log_lines import MODEL_MADE
 
@@ -127,9 +128,16 @@ def _require_room(name: str) -> None:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where files that are created once per machine are kept: models and compiled code."""
+    """Where files that are created once per machine are kept: models and compiled code.
+
+    Raises:
+        ModelError: other users may put files of theirs there, and torch runs what it finds.
+    """
     base = environment.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "grpo-engine"
+    folder = (Path(base) if base else Path.home() / ".cache") / "grpo-engine"
+    if (fault := others_may_fill(folder)) is not None:
+        raise ModelError(f"{fault}: set XDG_CACHE_HOME to a folder in which no other user may write")
+    return folder
 
 
 def _cache_root() -> Path:

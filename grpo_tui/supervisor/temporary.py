@@ -173,7 +173,7 @@ def _compiled_code() -> Path | None:
     try:
         folder = cache_folder(os.environ) / "inductor"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home
+    except (OSError, RuntimeError, GrpoError):  # no home, or one that other users may write to
         return None
     return folder
 

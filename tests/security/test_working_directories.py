@@ -16,9 +16,10 @@ import pytest
 from stage import Stage
 
 from grpo_engine import aliases
-from grpo_engine.cli import _close_to_others
+from grpo_engine.cli import _close_to_others, _compiled_code
 from grpo_engine.environments.tasks.python.loading import load_attribute
-from grpo_engine.errors import ConfigError
+from grpo_engine.errors import ConfigError, ModelError
+from grpo_engine.models.local import cache_folder
 from grpo_engine.python_command import module_command
 from grpo_engine.trackers import set_up_wandb
 from grpo_tui.paths import available_profiles
@@ -240,9 +241,15 @@ def test_a_profile_in_a_folder_of_another_user_is_not_started_by_its_name(
     Path("profiles").mkdir()
     Path("profiles/mine.toml").write_text("")
     os.chown(taken, 65534, 65534)
+    tmp_path.chmod(0o1777)
     assert "mine" not in available_profiles()
     with pytest.raises(ConfigError, match="start it by its path"):
         load("mine")
+    os.chown(tmp_path, 65534, 65534)
+    with pytest.raises(ConfigError, match="start it by its path"):
+        load("mine")
+    tmp_path.chmod(0o755)  # a folder of the host, in a container
+    assert "mine" in available_profiles()
 
 
 def test_a_co_located_trainer_takes_no_configuration_that_others_may_write(tmp_path: Path) -> None:
@@ -254,3 +261,37 @@ def test_a_co_located_trainer_takes_no_configuration_that_others_may_write(tmp_p
     with pytest.raises(ConfigError, match="name it with --config"):
         aliases.colocated_defaults([], tmp_path)
     assert aliases.colocated_defaults(["--config", str(file)], tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_compiled_code_is_not_taken_from_a_cache_that_every_user_may_fill(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch unpickles what it finds there: with XDG_CACHE_HOME=/scratch/cache another user's code ran."""
+    base = tmp_path / "scratch"
+    cache = base / "grpo-engine"
+    cache.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert temporary.variables(tmp_path)["TORCHINDUCTOR_CACHE_DIR"] == str(cache / "inductor")
+    assert _compiled_code() == cache / "inductor"
+    (base if mode == 0o777 else cache).chmod(mode)  # in a sticky folder ours cannot be replaced
+    assert temporary.variables(tmp_path) == {"TMPDIR": str(tmp_path)}
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert _compiled_code().parent == tmp_path
+    with pytest.raises(ModelError, match=r"all users may write to .*: set XDG_CACHE_HOME"):
+        cache_folder(os.environ)
+    base.chmod(0o1777)
+    cache.chmod(0o700)
+    assert cache_folder(os.environ) == cache
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_a_cache_that_another_user_made_first_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "grpo-engine").mkdir()
+    os.chown(tmp_path, 65534, 65534)  # as ~/.cache of the host is in a container
+    assert cache_folder(os.environ) == tmp_path / "grpo-engine"
+    os.chown(tmp_path / "grpo-engine", 65534, 65534)
+    with pytest.raises(ModelError, match="belongs to user 65534"):
+        cache_folder(os.environ)
