@@ -18,7 +18,12 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_engine.wire.codec import to_line
-from grpo_engine.wire.environment_variables import ATTEMPT_VARIABLE, RUN_FOLDER_VARIABLE, SERVICE_VARIABLE
+from grpo_engine.wire.environment_variables import (
+    ATTEMPT_VARIABLE,
+    REPORTS_VARIABLE,
+    RUN_FOLDER_VARIABLE,
+    SERVICE_VARIABLE,
+)
 from grpo_engine.wire.run_folder import ADDRESS_FILE
 from grpo_engine.wire.supervisor import (
     REPORT_VALID_S,
@@ -82,9 +87,8 @@ class Reporter:
         if not folder or not service:
             return cls()
         attempt = environment.get(ATTEMPT_VARIABLE, "")
-        run_folder = Path(folder)
         return cls(
-            lambda report: send_to_supervisor(run_folder, report),
+            lambda report: send_to_supervisor(Path(folder), report, environment.get(REPORTS_VARIABLE)),
             service=service,
             attempt=int(attempt) if attempt.isdigit() else 0,
         )
@@ -185,20 +189,26 @@ def ranks_report(environment: Mapping[str, str]) -> Callable[[RanksReport], None
         return None
     attempt = environment.get(ATTEMPT_VARIABLE, "")
     sender = {"service": service, "attempt": int(attempt) if attempt.isdigit() else 0}
-    return lambda report: send_to_supervisor(Path(folder), report.model_copy(update=sender))
+    at = environment.get(REPORTS_VARIABLE)
+    return lambda report: send_to_supervisor(Path(folder), report.model_copy(update=sender), at)
 
 
-def send_to_supervisor(run_folder: Path, report: ServiceReport | RanksReport | MachinesReport) -> None:
+def send_to_supervisor(
+    run_folder: Path, report: ServiceReport | RanksReport | MachinesReport, at: str | None = None
+) -> None:
     """Send one report.
+
+    Args:
+        at: the socket of who passes it on, on a machine without the supervisor.
 
     Raises:
         OSError: no supervisor listens.
         ValueError: its address is damaged.
     """
-    address = Address.model_validate_json((run_folder / ADDRESS_FILE).read_bytes())
+    path = at or Address.model_validate_json((run_folder / ADDRESS_FILE).read_bytes()).socket
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(SEND_WITHIN_S)
-        connection.connect(address.socket)
+        connection.connect(path)
         connection.sendall(to_line(report))
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(65536):  # its greeting; unread, it would reset the connection

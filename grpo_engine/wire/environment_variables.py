@@ -21,6 +21,9 @@ HOOK_PREFIX = "GRPO_TUI_HOOK_"
 MACHINE_ADDRESS_VARIABLE = "GRPO_MACHINE_ADDRESS"
 """For a service that was placed on a machine of a cluster: the address at which the other machines reach this one, of
 loopback where all are one; set by the broker."""
+REPORTS_VARIABLE = "GRPO_REPORTS_SOCKET"
+"""For such a service: path of the socket that takes what it reports of itself, in place of the supervisor's; set by the
+agent of its machine."""
 TOKEN_VARIABLE = "GRPO_API_TOKEN"
 """The token of the rollout API and the inference server, for both and for their clients; set by a person."""
 TOKEN_FILE_VARIABLE = "GRPO_API_TOKEN_FILE"

@@ -173,15 +173,18 @@ class SupervisorInfo(Message):
 
 
 class RankStatus(Message):
-    """One process of a trainer of several ranks, on this machine; its figures include the processes below it.
+    """One process of a trainer of several ranks; its figures include the processes below it.
 
-    Written by the launcher of the ranks, and completed by the supervisor with GPU and figures.
+    Written by the launcher of the ranks, and completed by the supervisor with GPU and figures; in a cluster, with
+    machine and GPU by the broker.
     """
 
     rank: Whole
     pid: Whole
+    machine: str | None = None
+    """The machine of the cluster that it is on; null on that of the supervisor."""
     gpu: Whole | None = None
-    """As its service's `gpus`; null on a CPU."""
+    """As its service's `gpus`, and in a cluster as its machine numbers it; null on a CPU."""
     place: str | None = None
     """Where it has been since `since`, for people; null while it moves."""
     since: Time | None = None
@@ -338,12 +341,23 @@ class GpuStatus(Message):
     """Seconds since the driver last answered, while it does not; null when the figures are fresh."""
 
 
+class RankUsage(Message):
+    """The figures of one rank, as in `RankStatus`."""
+
+    rank: Whole
+    cpu_percent: float | None = None
+    rss_bytes: Whole | None = None
+    gpu_memory_bytes: Whole | None = None
+
+
 class PlacedUsage(Message):
     """What a service uses on its machine."""
 
     cpu_percent: float | None = None
     rss_bytes: Whole | None = None
     gpu_memory_bytes: Whole | None = None
+    ranks: list[RankUsage] = []
+    """Of those of its ranks that are there."""
 
 
 class MachineStatus(Message):
@@ -461,15 +475,6 @@ class RunChanged(Message):
     number: Whole
     time: Time
     state: RunState
-
-
-class RankUsage(Message):
-    """The figures of one rank, as in `RankStatus`."""
-
-    rank: Whole
-    cpu_percent: float | None = None
-    rss_bytes: Whole | None = None
-    gpu_memory_bytes: Whole | None = None
 
 
 class UsageSampled(Message):

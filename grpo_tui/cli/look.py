@@ -121,7 +121,8 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
             cpu = "-" if rank.cpu_percent is None else f"{rank.cpu_percent:.0f} %"
             lines.append(
                 (f"  rank {rank.rank}", "", "" if rank.gpu is None else f"GPU {rank.gpu}", str(rank.pid), "", cpu,
-                 _bytes(rank.rss_bytes), _bytes(rank.gpu_memory_bytes), "", "")
+                 _bytes(rank.rss_bytes), _bytes(rank.gpu_memory_bytes), "",
+                 rank.machine or "")
             )  # fmt: skip
     write_line(table(lines if status.machines else [line[:-1] for line in lines]))
     explained: list[str] = []

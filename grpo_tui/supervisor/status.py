@@ -161,7 +161,12 @@ class StatusReport:
         )
 
     def _ranks(self, name: str, reported: list[RankStatus]) -> list[RankStatus]:
-        """The reported ranks with their GPUs and figures; they are in the order of the service's GPUs."""
+        """The reported ranks with their GPUs and figures; they are in the order of the service's GPUs.
+
+        Those of a cluster are reported with their GPUs.
+        """
+        if self.launches[name].num_devices:
+            return with_usage(reported, self.machines.usage().get(name, PlacedUsage()).ranks)
         ranks = [
             rank.model_copy(update={"gpu": gpu})
             for rank, gpu in zip_longest(reported, self.launches[name].rank_gpus)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from grpo_engine.wire.supervisor import RankStatus, ServiceStatus
 from grpo_tui.view.format import UNKNOWN, bytes_text, duration_text, percent_text
 
-TITLES = ("pid", "rank", "gpu", "memory", "gpu memory", "cpu", "place")
+TITLES = ("pid", "rank", "machine", "gpu", "memory", "gpu memory", "cpu", "place")
 OF_GPUS = frozenset({"gpu", "gpu memory"})
 OF_NUMBERS = frozenset({*OF_GPUS, "memory", "cpu"})
+OF_SOME = frozenset({*OF_GPUS, "machine"})
+"""Left out where no rank has one."""
 
 
 def rank_name(service: str, rank: int) -> str:
@@ -18,14 +20,14 @@ def rank_name(service: str, rank: int) -> str:
 
 
 def rank_rows(services: Sequence[ServiceStatus], now: float) -> list[str]:
-    """Aligned lines, the titles first; empty where no service has ranks. GPUs are left out where no rank has one."""
+    """Aligned lines, the titles first; empty where no service has ranks."""
     rows = [_cells(service.name, rank, now) for service in services for rank in service.ranks]
     if not rows:
         return []
     columns = [
         [title, *cells]
         for title, cells in zip(TITLES, zip(*rows, strict=True), strict=True)
-        if title not in OF_GPUS or any(cell != UNKNOWN for cell in cells)
+        if title not in OF_SOME or any(cell != UNKNOWN for cell in cells)
     ]
     aligned = [_aligned(column) for column in columns]
     return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
@@ -48,6 +50,7 @@ def _cells(service: str, rank: RankStatus, now: float) -> tuple[str, ...]:
     return (
         str(rank.pid),
         rank_name(service, rank.rank),
+        rank.machine or UNKNOWN,
         UNKNOWN if rank.gpu is None else str(rank.gpu),
         bytes_text(rank.rss_bytes),
         bytes_text(rank.gpu_memory_bytes),

@@ -22,7 +22,7 @@ from stage import Stage
 
 from grpo_engine.wire.environment_variables import ATTEMPT_VARIABLE, MACHINE_ADDRESS_VARIABLE, SERVICE_VARIABLE
 from grpo_engine.wire.run_folder import BROKER_FILE, MACHINE_ENDED, TOKEN_FILE
-from grpo_engine.wire.supervisor import MachinesReport, MachineStatus, Refusal
+from grpo_engine.wire.supervisor import MachinesReport, MachineStatus, RanksReport, RankStatus, Refusal, ServiceReport
 from grpo_tui import remote_process
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor import preflight
@@ -62,6 +62,7 @@ class Bench:
         self.launches = {each.name: replace(each, argv=(*each.argv, stage.token)) for each in launches}
         self.cluster = ClusterOfAgents(run_folder=self.run_folder, folder=tmp_path, num_devices=num_devices)
         self.reports: list[MachinesReport] = []
+        self.passed_on: list[ServiceReport | RanksReport] = []
         self.started: list[asyncio.subprocess.Process] = []
         self.socket = tmp_path / "b.sock"
 
@@ -73,6 +74,7 @@ class Bench:
             self.launches.values(),
             run_folder=self.run_folder,
             report=self.reports.append,
+            pass_on=self._pass_on,
             door_host=DOORS,
         )
         await broker.open()
@@ -92,6 +94,9 @@ class Bench:
                     with contextlib.suppress(ProcessLookupError):
                         process.kill()
                     await process.communicate()
+
+    async def _pass_on(self, report: ServiceReport | RanksReport) -> None:
+        self.passed_on.append(report)
 
     async def start(self, name: str, attempt: int = 1) -> asyncio.subprocess.Process:
         """The process that stands for a service."""
@@ -537,3 +542,40 @@ def test_a_chosen_port_is_free_and_none_that_a_connection_or_a_service_gets(tmp_
     with socket.create_server(("127.0.0.1", taken)):
         found = agent.free_port("127.0.0.1", but=range(20_000, taken), range_file=few)
     assert found in (taken + 1, None) if taken >= 20_000 else found is not None and found != taken
+
+
+async def test_what_ranks_on_two_machines_report_is_one_report_with_their_machines(
+    stage: Stage, tmp_path: Path
+) -> None:
+    bench = Bench(stage, tmp_path, [in_parts(WAITS_AS_PART)], left=1, right=1)
+
+    async def until_passed_on(wanted: RanksReport | ServiceReport) -> None:
+        while wanted not in bench.passed_on:  # noqa: ASYNC110 - reports come without a signal
+            await asyncio.sleep(0.01)
+
+    async with bench.broker():
+        process = await bench.start("a")
+        pids = await pids_of(process)
+        left, right = RankStatus(rank=0, pid=pids[""]), RankStatus(rank=1, pid=pids["right"])
+        agents = bench.cluster.agents
+        agents["left"].take_report(RanksReport(service="a", attempt=1, ranks=[left]))
+        agents["right"].take_report(RanksReport(service="a", attempt=1, ranks=[right]))
+        agents["right"].take_report(RanksReport(service="a", attempt=7, ranks=[left]))  # of no attempt here
+        placed = [
+            left.model_copy(update={"machine": "left"}),
+            right.model_copy(update={"machine": "right"}),
+        ]
+        await until_passed_on(RanksReport(service="a", attempt=1, ranks=placed))
+        waits = ServiceReport(service="a", attempt=1, note="waits")
+        agents["left"].take_report(waits)
+        await until_passed_on(waits)
+        agents["right"].take_report(RanksReport(service="a", attempt=1, end="rank 1 was killed"))
+        agents["left"].take_report(RanksReport(service="a", attempt=1, end="rank 0 exited with code 1"))
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        await process.wait()
+        last = bench.passed_on[-1]
+        assert isinstance(last, RanksReport)
+        assert last.end == "left: rank 0 exited with code 1; right: rank 1 was killed"
+        assert not last.ranks
+        assert all(report.attempt == 1 for report in bench.passed_on)

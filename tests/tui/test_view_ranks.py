@@ -73,6 +73,14 @@ def test_a_rank_that_hangs_is_one_warning_with_the_seconds_and_stands_beside_its
     assert diagnose(lines, run_status(services=[service("trainer", ranks=RANKS)]), now=lines[0].time) == []
 
 
+def test_ranks_on_machines_of_a_cluster_have_a_column_for_these() -> None:
+    ranks = [rank.model_copy(update={"machine": f"machine-{1 + rank.rank}"}) for rank in RANKS]
+    titles, first, second = rank_rows([service("trainer", ranks=ranks)], STARTED)
+    assert titles.split()[:4] == ["pid", "rank", "machine", "gpu"]
+    assert "trainer rank 0  machine-1" in first
+    assert "trainer rank 1  machine-2" in second
+
+
 def test_on_a_machine_without_gpus_ranks_have_no_columns_for_them() -> None:
     ranks = [rank.model_copy(update={"gpu": None}) for rank in RANKS]
     titles, *_ = rank_rows([service("trainer", ranks=ranks)], STARTED)

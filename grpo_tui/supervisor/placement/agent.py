@@ -25,16 +25,17 @@ import sys
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 from pydantic import BaseModel
 
-from grpo_engine.errors import GrpoError
+from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.codec import MAX_LINE_BYTES, to_line, write_atomically
+from grpo_engine.wire.environment_variables import REPORTS_VARIABLE
 from grpo_engine.wire.run_folder import MACHINE_ENDED, PLAN_FILE, service_log
-from grpo_engine.wire.supervisor import PlacedUsage
+from grpo_engine.wire.supervisor import PlacedUsage, RanksReport, ServiceReport, read_from_client
 from grpo_tui.paths import host_folder
 from grpo_tui.run_files.log_file import read_part
 from grpo_tui.supervisor import preflight
@@ -47,6 +48,7 @@ from grpo_tui.supervisor.placement import wire
 from grpo_tui.supervisor.placement.relay import Relay, run_token
 from grpo_tui.supervisor.usage.cpu_memory import UsageReader
 from grpo_tui.supervisor.usage.gpus import GpuReader
+from grpo_tui.supervisor.usage.sampling import rank_usage, with_ranks
 
 LEASE_S = 60.0
 """Without a broker for so long, it and whoever would restart it are gone, or this machine is cut off."""
@@ -60,6 +62,9 @@ MAX_UNHEARD = 128
 MAX_PART_BYTES = 256 * 1024
 """Of a log, in one answer."""
 LOG_LIMIT_BYTES = 64_000_000
+REPORTS_SOCKET = "reports.sock"
+SERVICE, RANKS = "report", "ranks"
+"""Types of reports."""
 PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST_PORT, FIRST_OF_CONNECTIONS = 20_000, 32_768
 """Of the ports that are chosen; Linux's default for the first that it gives to connections."""
@@ -88,6 +93,16 @@ class Attempt:
     keeper: Keeper | None
     log_offset: int
     report: ExitReport | None = None
+    said: dict[str, ServiceReport | RanksReport] = field(default_factory=dict)
+    """The last that it reported of itself, by its type."""
+    news: set[str] = field(default_factory=set)
+    """Types of reports that the broker has not got."""
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Ranks by their process, where it has reported any."""
+        said = self.said.get(RANKS)
+        return {each.pid: each.rank for each in said.ranks} if isinstance(said, RanksReport) else {}
 
 
 class Agent:
@@ -119,6 +134,7 @@ class Agent:
     async def run(self) -> None:
         """Serve until it is told to end, or nobody needs it any more."""
         server = await asyncio.start_unix_server(self._serve, self._folder / "agent.sock", limit=MAX_LINE_BYTES)
+        reports = await asyncio.start_unix_server(self._take_report, self._reports_socket, limit=MAX_LINE_BYTES)
         try:
             while not self._is_ending and (reason := self._why_to_end()) is None:
                 await asyncio.sleep(CHECK_S)
@@ -133,6 +149,11 @@ class Agent:
                         await asyncio.to_thread(write_atomically, note, f"{reason}\n".encode(), mode=0o600)
         finally:
             server.close()
+            reports.close()
+
+    @property
+    def _reports_socket(self) -> Path:
+        return self._folder / REPORTS_SOCKET
 
     def _why_to_end(self) -> str | None:
         if self._raylet is not None and not self._raylet.is_alive():
@@ -152,6 +173,24 @@ class Agent:
             log.warning("a request was dropped: %s", error)
         finally:
             writer.close()
+
+    async def _take_report(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Keep what a service reports of itself until the broker asks for it."""
+        try:
+            if line := await reader.readline():
+                self.take_report(read_from_client(line))
+        except (ConnectionError, ValueError, PeerError) as error:
+            log.warning("a report was dropped: %s", error)
+        finally:
+            writer.close()
+
+    def take_report(self, report: object) -> None:
+        """The same; only services that run here report to this machine."""
+        if isinstance(report, ServiceReport | RanksReport):
+            attempt = self._attempts.get((report.service, report.attempt))
+            if attempt is not None:
+                attempt.said[report.type] = report
+                attempt.news.add(report.type)
 
     async def answer(self, line: bytes) -> bytes:
         """The line that answers a request.
@@ -185,6 +224,7 @@ class Agent:
     async def _start(self, request: wire.Start) -> wire.Started:
         """Start an attempt, unless it was started before: an answer may have been lost."""
         launch = wire.LAUNCH.validate_json(request.launch)
+        launch = replace(launch, env={**launch.env, REPORTS_VARIABLE: str(self._reports_socket)})
         if self._attempt(launch.name, request.attempt) is not None:
             return wire.Started()
         if self._is_ending:
@@ -242,7 +282,11 @@ class Agent:
                 break
             await asyncio.sleep(LOOK_AT_LOG_S)
         has_exited = report is not None and len(data) < MAX_PART_BYTES
+        told = {kind: said for kind, said in attempt.said.items() if kind in attempt.news or has_exited}
+        attempt.news.clear()
         return wire.Followed(
+            report=told.get(SERVICE),
+            ranks=told.get(RANKS),
             data=base64.b64encode(data).decode(),
             has_exited=has_exited,
             exit_code=report.code if report is not None and has_exited else None,
@@ -285,8 +329,10 @@ class Agent:
         }
         keepers = {service: keeper.identity.pid for service, (_, keeper) in running.items()}
         attempts = {service: number for service, (number, _) in running.items()}
-        usage = await asyncio.to_thread(self._usage_reader.sample, keepers)
+        ranks = {service: self._attempts[service, number].ranks for service, (number, _) in running.items()}
+        usage = await asyncio.to_thread(self._usage_reader.sample, keepers, parts=ranks)
         sample = await self._gpu_reader.sample({name: each.pids for name, each in usage.items()}, attempts)
+        gpus = [with_ranks(gpu, usage, ranks) for gpu in sample.gpus]
         held = {name: [gpu.by_service[name] for gpu in sample.gpus if name in gpu.by_service] for name in usage}
         memory = psutil.virtual_memory()
         return wire.Usage(
@@ -298,10 +344,11 @@ class Agent:
                     cpu_percent=each.cpu_percent,
                     rss_bytes=each.rss_bytes,
                     gpu_memory_bytes=sum(held[name]) if held[name] else None,
+                    ranks=rank_usage(name, usage, ranks[name], gpus),
                 )
                 for name, each in usage.items()
             },
-            gpus=sample.gpus,
+            gpus=gpus,
             cpu_percent=psutil.cpu_percent(),
             num_cpus=psutil.cpu_count(),
             memory_used_bytes=memory.total - memory.available,
@@ -368,8 +415,8 @@ def main() -> int:
     if lock is None:
         return 0
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(message)s")
-    with suppress(FileNotFoundError):
-        (folder / "agent.sock").unlink()
+    for name in ("agent.sock", REPORTS_SOCKET):
+        (folder / name).unlink(missing_ok=True)
     for number in (signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     asyncio.run(Agent(run_folder, folder, identify(raylet), node=node).run())

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.codec import Message, Whole
 from grpo_engine.wire.environment_variables import MACHINE_ADDRESS_VARIABLE
+from grpo_engine.wire.supervisor import RanksReport, ServiceReport
 from grpo_tui.remote_process import EXIT_LOST
 from grpo_tui.services.base import DEVICE_ORDER, VISIBLE_DEVICES, Launch
 from grpo_tui.supervisor.placement import wire
@@ -40,6 +41,7 @@ LOCAL_VARIABLES = ("TMPDIR", "XDG_RUNTIME_DIR", "TORCHINDUCTOR_CACHE_DIR", VISIB
 """Of the supervisor's machine; on another one they would name what is not there."""
 log = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
+PassOn = Callable[[ServiceReport | RanksReport], Awaitable[None]]
 
 
 class FollowRequest(Message):
@@ -97,12 +99,14 @@ class PlacedAttempt:
         writer: Writer,
         *,
         claim: Callable[[], None],
+        pass_on: PassOn,
         ports: Collection[int] = (),
     ) -> None:
         """
         Args:
             parts: one for each machine of the service, the first one first.
             claim: called at each question, since an attempt that nobody follows is ended.
+            pass_on: takes what the service reports of itself.
             ports: those of all services of the run.
         """
         self._agents = agents
@@ -111,6 +115,9 @@ class PlacedAttempt:
         self._parts = parts
         self._writer = writer
         self._claim = claim
+        self._pass_on = pass_on
+        self._ranks: dict[int, RanksReport] = {}
+        """What each part says of its ranks."""
         self._ports = ports
         for part in parts:
             part.num_copied = request.num_copied.get(part.number, 0)
@@ -202,7 +209,7 @@ class PlacedAttempt:
                 done, _ = await asyncio.wait(copying, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     part, code = copying.pop(task), task.result()
-                    if is_killed:
+                    if is_killed and code != EXIT_LOST:
                         continue
                     if code and copying and not any(ends):
                         self._send(words=f"{_exit_words(part, code)}; the others are ended")
@@ -255,10 +262,37 @@ class PlacedAttempt:
                 num_copied = part.num_copied - (0 if lines is None else lines.num_kept)
                 self._send(part=part.number, num_copied=num_copied, data=base64.b64encode(shown).decode())
                 await self._writer.drain()
+            if followed.report is not None:
+                await self._pass_on(followed.report)
+            if followed.ranks is not None:
+                self._ranks[part.number] = followed.ranks
+                await self._pass_on(self._all_ranks(followed.ranks))
             if followed.has_exited:
                 if followed.error is not None:
                     self._send(words=followed.error)
                 return EXIT_LOST if followed.exit_code is None else followed.exit_code
+
+    def _all_ranks(self, newest: RanksReport) -> RanksReport:
+        """What all parts say of their ranks."""
+        ranks = [
+            each.model_copy(update={"machine": part.held.node.name, "gpu": _gpu(part, place)})
+            for part in self._parts
+            if (said := self._ranks.get(part.number)) is not None
+            for place, each in enumerate(said.ranks)
+        ]
+        stalls = [each.stall for each in self._ranks.values() if each.stall is not None]
+        ends = [
+            f"{part.held.node.name}: {said.end}" if len(self._parts) > 1 else said.end
+            for part in self._parts
+            if (said := self._ranks.get(part.number)) is not None and said.end is not None
+        ]
+        return newest.model_copy(
+            update={
+                "ranks": ranks,
+                "stall": next((each for each in stalls if each.ranks), stalls[0] if stalls else None),
+                "end": "; ".join(ends) or None,
+            }
+        )
 
     async def _follow(self, part: Part, wait_s: float) -> wire.Followed:
         self._claim()
@@ -286,6 +320,12 @@ class PlacedAttempt:
 
     def _send(self, **message: Any) -> None:
         send(self._writer, **message)
+
+
+def _gpu(part: Part, place: int) -> int | None:
+    """The GPU of one of its ranks; None where the machine has none of that number."""
+    there = [] if part.held.usage is None else [gpu.index for gpu in part.held.usage.gpus]
+    return next((device for device in part.devices[place : place + 1] if device in there), None)
 
 
 def send(writer: Writer, **message: Any) -> None:

@@ -28,7 +28,7 @@ from grpo_tui.services.base import Launch
 from grpo_tui.supervisor.placement import wire
 from grpo_tui.supervisor.placement.agent import FENCE_S
 from grpo_tui.supervisor.placement.assignment import NoRoom, Room, assign
-from grpo_tui.supervisor.placement.attempts import FollowRequest, Part, PlacedAttempt, send
+from grpo_tui.supervisor.placement.attempts import FollowRequest, Part, PassOn, PlacedAttempt, send
 from grpo_tui.supervisor.placement.cluster import Cluster, MachineLost, NoAnswer, Node
 from grpo_tui.supervisor.placement.machine_report import (
     ROOM_WITHIN_S,
@@ -98,12 +98,14 @@ class Broker:
         *,
         run_folder: Path,
         report: Callable[[MachinesReport], object],
+        pass_on: PassOn,
         door_host: str = LOOPBACK,
         decides_within_s: float | None = None,
         restarts_machines: bool = False,
     ) -> None:
         """
         Args:
+            pass_on: takes what services report of themselves.
             decides_within_s: how long the cluster waits for a machine before it gives it up, where that is known.
             restarts_machines: whether a machine that was lost is started again.
         """
@@ -116,6 +118,7 @@ class Broker:
         """Where the run uses machines of several addresses."""
         self._run_folder = run_folder
         self._report = report
+        self._pass_on = pass_on
         self._door_host = door_host
         self._decides_within_s = decides_within_s
         self._restarts_machines = restarts_machines
@@ -558,5 +561,7 @@ class Broker:
             parts = await self._parts_of(name)
         except GrpoError as error:
             return send(writer, words=str(error), exit=EXIT_LOST)
-        attempt = PlacedAttempt(self, self._launches[name], request, parts, writer, claim=claim, ports=self._ports)
+        attempt = PlacedAttempt(
+            self, self._launches[name], request, parts, writer, claim=claim, pass_on=self._pass_on, ports=self._ports
+        )
         await attempt.run(reader)

@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from grpo_engine.python_command import module_command
 from grpo_engine.serving.reporting import send_to_supervisor
 from grpo_engine.wire.codec import write_atomically
 from grpo_engine.wire.environment_variables import SERVICE_VARIABLE
-from grpo_engine.wire.supervisor import MachinesReport
+from grpo_engine.wire.supervisor import MachinesReport, RanksReport, ServiceReport
 from grpo_tui.paths import broker_socket
 from grpo_tui.profile.cluster import CERTIFICATE_FILE, KEY_FILE, NODES, READY_BROKER, READY_NODES, TOKEN_FILE
 from grpo_tui.profile.plan_file import Plan
@@ -419,6 +420,7 @@ async def serve_broker(run_folder: Path, plan: Plan) -> None:
         plan.launches,
         run_folder=run_folder,
         report=reports.send,
+        pass_on=partial(_pass_on, run_folder),
         decides_within_s=LOST_WITHIN_S if is_private else None,
         restarts_machines=is_private,
     )
@@ -431,6 +433,12 @@ async def serve_broker(run_folder: Path, plan: Plan) -> None:
     reporting.cancel()
     async with asyncio.timeout(CONNECT_LIMIT_S):
         await broker.close()
+
+
+async def _pass_on(run_folder: Path, report: ServiceReport | RanksReport) -> None:
+    """Send a report of a service; returns when the supervisor has it, before it learns of an exit."""
+    with suppress(OSError, ValueError):  # the supervisor is being replaced: it gets the next one
+        await asyncio.to_thread(send_to_supervisor, run_folder, report)
 
 
 class LatestReport:

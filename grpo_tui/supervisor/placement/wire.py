@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from grpo_engine.wire.codec import Message, Whole
-from grpo_engine.wire.supervisor import GpuStatus, PlacedUsage
+from grpo_engine.wire.supervisor import GpuStatus, PlacedUsage, RanksReport, ServiceReport
 from grpo_tui.services.base import Launch
 
 LAUNCH: TypeAdapter[Launch] = TypeAdapter(Launch)
@@ -119,6 +119,9 @@ class Followed(Message):
     has_exited: bool = False
     exit_code: Whole | None = None
     error: str | None = None
+    report: ServiceReport | None = None
+    ranks: RanksReport | None = None
+    """What it has reported of itself since the last answer, and the last of it with its exit."""
 
 
 class Usage(Message):

@@ -41,7 +41,8 @@ def _sum(usage: list[PlacedUsage]) -> PlacedUsage:
         known = [value for each in usage if (value := getattr(each, name)) is not None]
         return sum(known) if known else None
 
-    return PlacedUsage(**{name: total(name) for name in PlacedUsage.model_fields})
+    figures = {name: total(name) for name in ("cpu_percent", "rss_bytes", "gpu_memory_bytes")}
+    return PlacedUsage(**figures, ranks=[rank for each in usage for rank in each.ranks])
 
 
 def _departure(machine: MachineStatus) -> tuple[Severity, str]:

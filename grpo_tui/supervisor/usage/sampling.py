@@ -137,7 +137,10 @@ class Sampler:
 
     async def _sample(self) -> None:
         keepers = self._keepers()
-        ranks = {name: {each.pid: each.rank for each in report.ranks} for name, report in self._ranks().items()}
+        ranks = {
+            name: {each.pid: each.rank for each in report.ranks if each.machine is None}
+            for name, report in self._ranks().items()
+        }
         self.usage = await asyncio.to_thread(self._usage_reader.sample, keepers, parts=ranks)
         for service in {*self._living, *self.usage}:
             self._note(service)
@@ -189,7 +192,7 @@ class Sampler:
             log_bytes=log_bytes,
             low_disks=self.low_disks,
             write_faults=self._write_faults(),
-            ranks=self.rank_usage,
+            ranks={**self.rank_usage, **{name: each.ranks for name, each in placed.items() if each.ranks}},
             machines=self.machines.latest or None,
         )
 
