@@ -27,7 +27,7 @@ def cluster_at(port: int, folder: Path) -> RayCluster:
 
     cluster = RayCluster(folder)
     cluster._raylets["id"] = "127.0.0.1", port
-    cluster._nodes["id"] = Node(id="id", name="machine-2", address="127.0.0.1", num_free=1)
+    cluster._nodes["id"] = Node(id="id", name="machine-2", address="127.0.0.1", num_free=1, num_devices=1)
     return cluster
 
 
