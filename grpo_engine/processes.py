@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.02
@@ -25,6 +26,17 @@ _TRACKER_GRACE_S = 0.5
 """For resource trackers to remove from shared memory what killed processes left there."""
 MAX_DESCRIPTORS = 1 << 16
 """As the soft limit, if the hard one allows; the usual 1024 are soon spent on connections."""
+
+
+class AnyProcess(Protocol):
+    """A process of this machine or of another one."""
+
+    @property
+    def pid(self) -> int:
+        """On its machine."""
+
+    def is_alive(self) -> bool:
+        """Whether it still runs, as far as this machine can tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class Broadcast(Mode):
     )
     trains_over_ranks: ClassVar[bool] = True
     updates_many_servers: ClassVar[bool] = True
-    one_machine_because: ClassVar[str | None] = "connects trainer and servers over loopback"
+    placed_because: ClassVar[str | None] = "connects the machines of trainer and servers, which placed services know"
     server_settings: ClassVar[Mapping[str, bool]] = {"receives_weights": True}
     mode: Annotated[Literal["broadcast"], Flag(("--weight-bridge-mode",))] = "broadcast"
     """How new weights reach inference."""

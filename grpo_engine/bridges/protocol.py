@@ -197,6 +197,9 @@ class Mode(Config):
     """Whether several servers can be sent its weights."""
     one_machine_because: ClassVar[str | None] = None
     """What it does that needs trainer and servers on one machine; None: they may be on several."""
+    placed_because: ClassVar[str | None] = None
+    """What it does that needs trainer and servers placed, where there are several machines; None: they may run beside
+    the supervisor."""
     computes_merged: ClassVar[bool] = False
     """Whether the trainer computes with its adapter merged into the weights, so that none of its inputs is dropped."""
     has_parameter_services: ClassVar[bool] = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_engine.errors import DataError
-from grpo_engine.processes import ProcessIdentity
+from grpo_engine.processes import AnyProcess, ProcessIdentity
 from grpo_engine.server.engine import WeightsBusy
 
 _TRAINER_WAIT_S = 600.0
@@ -19,7 +19,7 @@ _TRAINER_WAIT_S = 600.0
 class Pause:
     """No batch begins while it lasts."""
 
-    owner: ProcessIdentity | None
+    owner: AnyProcess | None
     """The process that will resume; None: it gave no pid."""
     until: float
     """Monotonic seconds."""
@@ -37,7 +37,7 @@ class Pause:
         return cls(owner=owner, until=now + timeout_s)
 
     @classmethod
-    def until_published(cls, trainer: ProcessIdentity, now: float) -> Pause:
+    def until_published(cls, trainer: AnyProcess, now: float) -> Pause:
         """The pause of a server that started without the weights that `trainer` wrote into the previous server."""
         return cls(owner=trainer, until=now + _TRAINER_WAIT_S)
 

@@ -11,15 +11,13 @@ from pathlib import Path
 from threading import Thread
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
+from grpo_engine.bridges.transport.sender_file import sender_of
 from grpo_engine.bridges.transport.weight_group import Checksum, WeightGroup
 from grpo_engine.errors import BridgeError, first_of
-from grpo_engine.processes import ProcessIdentity
+from grpo_engine.processes import AnyProcess, ProcessIdentity
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.wire.codec import read_whole
-from grpo_engine.wire.handover import HandoverSender
 from grpo_engine.wire.inference import JoinRequest, ReceiveRequest
 from grpo_engine.wire.run_folder import HANDOVER_SENDER
 
@@ -60,9 +58,7 @@ class WeightReceiver:
         self._device = next(iter(parts.values())).memory.device
         self._timeout_s = request.meeting.timeout_s
         _check_own(request.meeting.store)
-        sender = ProcessIdentity.of(request.sender_pid)
-        if sender is None:
-            raise BridgeError(f"sender_pid {request.sender_pid}: no such process on this machine")
+        sender = _sender(request)
         self._group: Future[WeightGroup] = Future()
 
         def meet() -> None:
@@ -104,6 +100,23 @@ class WeightReceiver:
             self._group.result().abort()
 
 
+def _sender(request: JoinRequest) -> AnyProcess:
+    """The trainer of a group.
+
+    Raises:
+        BridgeError: it does not run.
+    """
+    if request.sender_file is None:
+        sender: AnyProcess | None = ProcessIdentity.of(request.sender_pid)
+        if sender is None:
+            raise BridgeError(f"sender_pid {request.sender_pid}: no such process on this machine")
+        return sender
+    sender = sender_of(request.sender_file)
+    if sender is None or sender.pid != request.sender_pid:
+        raise BridgeError(f"{request.sender_file}: does not name a running trainer with pid {request.sender_pid}")
+    return sender
+
+
 def _check_own(store: Path) -> None:
     """Refuse a store that others could have made or could write: whoever writes it chooses the members.
 
@@ -113,7 +126,9 @@ def _check_own(store: Path) -> None:
     try:
         found, folder = store.lstat(), store.parent.stat()
     except OSError as error:
-        raise BridgeError(f"{store}: cannot be read: {error.strerror}; is the trainer on this machine?") from None
+        raise BridgeError(
+            f"{store}: cannot be read: {error.strerror}; it must be in a folder that trainer and server share"
+        ) from None
     is_own = stat.S_ISREG(found.st_mode) and {found.st_uid, folder.st_uid} == {os.geteuid()}
     if not is_own or folder.st_mode & 0o022:
         raise BridgeError(f"{store}: not a file of this user in a folder that only this user may write")
@@ -131,16 +146,11 @@ def joined(receiver: WeightReceiver | None, request: ReceiveRequest) -> WeightRe
     return receiver
 
 
-def awaited_sender(config: ServerConfig) -> ProcessIdentity | None:
+def awaited_sender(config: ServerConfig) -> AnyProcess | None:
     """The running trainer that will send its weights to this server, which has older ones."""
     if not (config.receives_weights or config.enable_sleep_mode) or config.handover is None:
         return None
-    try:
-        sender = HandoverSender.model_validate_json(read_whole(config.handover / HANDOVER_SENDER))
-    except (OSError, ValidationError):
-        return None
-    process = ProcessIdentity(sender.pid, sender.start_ticks)
-    return process if process.is_alive() else None
+    return sender_of(config.handover / HANDOVER_SENDER)
 
 
 def _buffer(part: Part, shape: tuple[int, ...]) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from grpo_engine.bridges.memory.turn_lock import TurnLock
 from grpo_engine.errors import BridgeError, DataError
-from grpo_engine.processes import ProcessIdentity
+from grpo_engine.processes import AnyProcess, ProcessIdentity
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import EngineUnavailable, WeightsBusy
 from grpo_engine.server.pausing import Pause
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class Sleep:
     """An engine that is not awake."""
 
-    owner: ProcessIdentity
+    owner: AnyProcess
     """The trainer that put it to sleep, and will wake it."""
     state: SleepState = "asleep"
     since: float = field(default_factory=time.time)

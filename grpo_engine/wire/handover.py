@@ -21,3 +21,6 @@ class HandoverSender(Message):
     pid: int
     start_ticks: int
     """Field 22 of /proc/<pid>/stat: the pid may be another process's by now."""
+    address: str = "127.0.0.1"
+    """Of its machine. On another than of loopback the trainer changes the time of the file every second, by which other
+    machines know that it lives."""

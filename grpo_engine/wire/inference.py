@@ -184,7 +184,9 @@ class JoinRequest(Message):
     first_rank: int = Field(ge=1)
     """Place of the server's first process; the others follow."""
     sender_pid: int
-    """Of the trainer, on this machine."""
+    """Of the trainer, on its machine."""
+    sender_file: Path | None = None
+    """The note of the trainer, where members may be on several machines; None: all are on this one."""
     dtype: str
     """Of the tensors as they are sent, e.g. `bfloat16`."""
     layers: list[list[TensorShape]]

@@ -17,12 +17,24 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
 
+from grpo_engine.wire.environment_variables import MACHINE_ADDRESS_VARIABLE
 from grpo_engine.wire.socket_diag import Address, TcpSocket, is_available, plain, socket_at
 
+LOOPBACK = "127.0.0.1"
 _TABLES = Path("/proc/net")
 _NAMES = ("tcp", "tcp6")
 _LISTENING = "0A"
 ROOT = 0
+
+
+def machine_address() -> str:
+    """At which other machines of the cluster reach this one; of loopback where there are none."""
+    return os.environ.get(MACHINE_ADDRESS_VARIABLE, LOOPBACK)
+
+
+def is_of_cluster() -> bool:
+    """Whether this machine has an address for other machines of a cluster."""
+    return not ipaddress.ip_address(machine_address()).is_loopback
 
 
 def listening_sockets(ports: Iterable[int], *, tables: Path = _TABLES) -> list[TcpSocket]:
@@ -75,7 +87,7 @@ def own_listening_ports(*, tables: Path = _TABLES) -> frozenset[int]:
 
 
 def connected_stranger(*, services: Collection[int] = (), tables: Path = _TABLES) -> TcpSocket | None:
-    """The other end of a loopback connection of this process that another user than this one and root holds, if any.
+    """The other end of a connection of this process on this machine that another user than it and root holds, if any.
 
     Also one that no process holds (`inode` 0: not accepted yet, or closed), of whose user the kernel says nothing.
 
@@ -89,7 +101,7 @@ def connected_stranger(*, services: Collection[int] = (), tables: Path = _TABLES
         for each in rows
         if f"socket:[{each.inode}]" in own
         and each.port not in services
-        and ipaddress.ip_address(each.peer[0]).is_loopback
+        and (ipaddress.ip_address(each.peer[0]).is_loopback or each.peer[0] == each.host)
     }
     held = {((each.host, each.port), each.peer): each for each in rows}
     gone = (TcpSocket(host=h, port=p, peer=own_end, is_listening=False, uid=0, inode=0) for (h, p), own_end in ends)

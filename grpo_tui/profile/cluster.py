@@ -154,6 +154,10 @@ def check_cluster(profile: Profile) -> Iterator[str]:
         yield (
             f'bridge.mode: {mode!r} {why}, and a cluster may have them on several machines: use "none" or "lora_only"'
         )
+    if table.address is not None and (why := getattr(profile.bridge, "placed_because", None)):
+        for name, service in profile.services.items():
+            if getattr(service, "kind", "") in ("trainer", "inference") and not service.num_devices:
+                yield f"services.{name}.num_devices: bridge.mode {mode!r} {why}: set it, so that the service is placed"
     if getattr(profile.bridge, "is_of_one_device", False):
         yield (
             f"bridge.mode: {mode!r} shares memory between services on one GPU, and "

@@ -123,10 +123,6 @@ def test_an_existing_cluster_is_joined_without_starting_one() -> None:
         (["services.vllm.num_devices=2"], "a machine has cluster.devices_per_machine = 1"),
         (["cluster.machines=1"], "1 with 1 devices each, but services take 2"),
         (["bridge={mode='shared_vllm'}"], "shares memory between services"),
-        (
-            ["bridge={mode='broadcast'}", "cluster.address=a:1"],
-            "'broadcast' connects trainer and servers over loopback",
-        ),
         (["bridge={mode='parameter_service'}", "cluster.address=a:1"], "writes into memory that trainer and service"),
         (["services.vllm.gpus=[0]"], "keep num_devices alone"),
         (["cluster.kind=local", "cluster.address=head:1"], "has no effect with kind"),
@@ -135,6 +131,14 @@ def test_an_existing_cluster_is_joined_without_starting_one() -> None:
 def test_what_a_cluster_cannot_have_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(str(available_profiles()["tiny-ray"]), overrides)
+
+
+def test_a_trainer_and_servers_that_are_sent_weights_between_machines_are_placed_both() -> None:
+    profile, joined = str(available_profiles()["tiny-broadcast"]), ["cluster={kind='ray', address='a:1'}"]
+    placed = [f"services.{name}.num_devices={count}" for name, count in (("trainer", 1), ("vllm", 2))]
+    load(profile, [*joined, *placed])
+    with pytest.raises(ConfigError, match=r"services\.trainer\.num_devices: bridge.mode 'broadcast' connects the mach"):
+        load(profile, [*joined, placed[1]])
 
 
 def test_services_are_assigned_machine_after_machine() -> None:

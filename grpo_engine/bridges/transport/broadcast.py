@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, SavedPlacement, Update
-from grpo_engine.bridges.transport.sender_file import announce_sender
+from grpo_engine.bridges.transport.sender_file import SenderFile
 from grpo_engine.bridges.transport.servers import Server, Servers, require_same_model, unshared_model
 from grpo_engine.errors import BridgeError, PeerError
 from grpo_engine.wire.inference import (
@@ -28,7 +29,8 @@ from grpo_engine.wire.inference import (
     TensorShape,
 )
 from grpo_engine.wire.log_lines import WEIGHT_GROUP_CREATED
-from grpo_engine.wire.run_folder import HANDOVER_FOLDER, HANDOVER_SENDER
+from grpo_engine.wire.run_folder import HANDOVER_FOLDER
+from grpo_engine.wire.tcp_sockets import is_of_cluster
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 _ATTEMPTS = 3
 """Of one update, each with the servers that are left."""
+_MEETINGS = "grpo-weight-groups-"
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +73,11 @@ class BroadcastBridge:
     ) -> None:
         self._context = context
         self._placement = placement
-        self._sender_file = (handover or context.folder / HANDOVER_FOLDER).absolute() / HANDOVER_SENDER
+        self._sender_file = SenderFile((handover or context.folder / HANDOVER_FOLDER).absolute())
         self._timeout_s = timeout_s
         self._check_every = check_every
         self._servers = Servers(context)
-        self._meetings = tempfile.TemporaryDirectory(prefix="grpo-weight-groups-")  # 0700
+        self._meetings = _meetings(self._sender_file.path.parent)
         self._epoch = 0
         self._members: list[Server] = []
         """Of the present group, which is None where they have to meet again."""
@@ -109,7 +112,7 @@ class BroadcastBridge:
                     f"{server.url}: its weights are on {info.device}, and the trained ones on {self._device}: put both "
                     "on GPUs (without cpu_offload), or both on the CPU"
                 )
-        announce_sender(self._sender_file.parent)
+        self._sender_file.announce()
         return unshared_model(model, self._placement, infos, self._servers.repeat)
 
     def publish(self, version: int, write: Callable[[], None]) -> Update | None:
@@ -139,7 +142,7 @@ class BroadcastBridge:
         """Leave the group."""
         self._leave()
         self._servers.close()
-        self._sender_file.unlink(missing_ok=True)
+        self._sender_file.close()
         self._meetings.cleanup()
 
     def _check_server(self, server: Server, info: BridgeInfo) -> None:
@@ -202,7 +205,12 @@ class BroadcastBridge:
         first_rank = 1
         for server, info in infos.items():
             requests[server] = JoinRequest(
-                meeting=meeting, first_rank=first_rank, sender_pid=os.getpid(), dtype=self._dtype, layers=layers
+                meeting=meeting,
+                first_rank=first_rank,
+                sender_pid=os.getpid(),
+                sender_file=self._sender_file.path if is_of_cluster() else None,
+                dtype=self._dtype,
+                layers=layers,
             )
             first_rank += info.num_ranks
         patience_s, within_s = self._servers.patience_s, self._servers.within_s
@@ -283,3 +291,13 @@ class BroadcastBridge:
         if self._group is not None:
             self._group.abort()
             self._group = None
+
+
+def _meetings(handover: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder that only this user may write, for the files by which members meet; in a cluster all machines see it."""
+    if not is_of_cluster():
+        return tempfile.TemporaryDirectory(prefix=_MEETINGS)
+    handover.mkdir(parents=True, exist_ok=True)
+    for left in handover.glob(f"{_MEETINGS}*"):  # by a trainer that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=_MEETINGS, dir=handover)

@@ -22,13 +22,13 @@ from grpo_engine.bridges.memory.turn_lock import TurnLock
 from grpo_engine.bridges.protocol import BridgeContext, BridgeModel, Update
 from grpo_engine.bridges.transport.broadcast import StreamedPlacement
 from grpo_engine.bridges.transport.in_process import EngineState, PhaseClock, SleepMeter
-from grpo_engine.bridges.transport.sender_file import announce_sender
+from grpo_engine.bridges.transport.sender_file import SenderFile
 from grpo_engine.bridges.transport.served_file import Repetition
 from grpo_engine.bridges.transport.server_control import is_listening
 from grpo_engine.bridges.transport.servers import Servers, require_same_model, unshared_model
 from grpo_engine.errors import BridgeError, GrpoError, PeerError, PeerUnavailable
 from grpo_engine.wire.inference import BridgeInfo, SleepAnswer
-from grpo_engine.wire.run_folder import HANDOVER_FOLDER, HANDOVER_SENDER
+from grpo_engine.wire.run_folder import HANDOVER_FOLDER
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,7 @@ class TurnsBridge:
         self._placement = placement
         self._folder = (handover or context.folder / HANDOVER_FOLDER).absolute()
         self._turn = TurnLock(self._folder)
+        self._sender_file = SenderFile(self._folder)
         self._staging_bytes = staging_bytes
         self._check_every = check_every
         self._servers = Servers(context)
@@ -102,7 +103,7 @@ class TurnsBridge:
         [info] = self._servers.find(self._advice)
         self._check_server(info)
         dtype = dtype_of_weights(self._server.url, info)
-        announce_sender(self._folder)
+        self._sender_file.announce()
         self.prepare_step()
         model = self._placement.load()
         self._device = model.device
@@ -164,7 +165,7 @@ class TurnsBridge:
                 logger.warning("%s: not woken at the end of training: %s", self._server.url, error)
         self._turn.give_back()
         self._servers.close()
-        (self._folder / HANDOVER_SENDER).unlink(missing_ok=True)
+        self._sender_file.close()
 
     # --- the server --------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The process group over which a trainer sends its weights into the memory of inference servers.
 
 Rank 0 is the trainer's, the others are the processes of servers that hold weights. NCCL between GPUs, Gloo elsewhere;
-beside the default group of `torch.distributed`, which vLLM and a trainer of several ranks have for themselves. A group
+beside the default group of `torch.distributed`, which vLLM and a trainer of several ranks have for themselves. Gloo
+listens on the address of the machine in a cluster, else on loopback. A group
 has one set of members (an *epoch*): when one joins or leaves, the trainer makes a new group.
 """
 
@@ -20,14 +21,13 @@ from torch._C._distributed_c10d import BroadcastOptions, FileStore
 from torch.distributed import ProcessGroupGloo
 
 from grpo_engine.errors import BridgeError
-from grpo_engine.processes import ProcessIdentity, raise_descriptor_limit
+from grpo_engine.processes import AnyProcess, raise_descriptor_limit
 from grpo_engine.ranks.group import RanksFailed, refuse_strangers
 from grpo_engine.ranks.listeners import closed_to_others
 from grpo_engine.wire.inference import GroupMeeting
-from grpo_engine.wire.tcp_sockets import own_listening_ports
+from grpo_engine.wire.tcp_sockets import machine_address, own_listening_ports
 
 _WATCH_S = 0.25
-_LOOPBACK = "127.0.0.1"
 _WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PRIME = 2**61 - 1
 _FACTOR = 1_000_003
@@ -60,7 +60,7 @@ class WeightGroup:
                 options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 options._timeout = limit
                 with closed_to_others():
-                    options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+                    options._devices = [ProcessGroupGloo.create_device(hostname=machine_address())]
                     self._group = ProcessGroupGloo(store, rank, meeting.size, options)
             self._connect(store, meeting)
             refuse_strangers(f"member {rank} of {meeting.size} of the weight group", services=services)
@@ -121,7 +121,7 @@ class WeightGroup:
         if group is not None:
             group.abort()
 
-    def abort_when_gone(self, sender: ProcessIdentity) -> None:
+    def abort_when_gone(self, sender: AnyProcess) -> None:
         """Abort when the sender's process has exited: NCCL would wait for it forever."""
 
         def watch() -> None:

@@ -23,7 +23,7 @@ from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
 from grpo_engine.errors import ModelError
 from grpo_engine.models.devices import require_device
 from grpo_engine.models.loading import load_config, load_model, load_model_on_shared, load_tokenizer, resolve_model
-from grpo_engine.processes import ProcessIdentity
+from grpo_engine.processes import AnyProcess
 from grpo_engine.server.adapter_files import check_adapter, resuming_newest_adapter
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter
@@ -51,7 +51,7 @@ class ServedWeights:
     """The model's parameters without adapters; a tied one is listed once."""
     aliases: dict[str, str]
     """Tied parameters: the second name → the first."""
-    awaits: ProcessIdentity | None = None
+    awaits: AnyProcess | None = None
     """The trainer that has newer weights and will publish them; nothing may be sampled before."""
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     """Of the parameters; kept while they are freed."""

@@ -24,7 +24,7 @@ from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
 from grpo_engine.errors import BridgeError, DataError, GrpoError, ModelError
 from grpo_engine.models.loading import load_tokenizer, resolve_model
 from grpo_engine.models.stored_weights import checkpoint_folder
-from grpo_engine.processes import ProcessIdentity, ProcessTree, is_resource_tracker, kill
+from grpo_engine.processes import AnyProcess, ProcessTree, is_resource_tracker, kill
 from grpo_engine.server.adapter_files import check_adapter, resuming_newest_adapter
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
@@ -91,7 +91,7 @@ class VllmEngine:
         self._prompts: PromptCodec
         self._parameters: Parameters
         self._sharing: Sharing | None = None
-        self._awaited: ProcessIdentity | None = None
+        self._awaited: AnyProcess | None = None
         """The trainer that has newer weights, since this server started."""
         self._epoch: int | None = None
         """Weight group that the workers joined last."""
