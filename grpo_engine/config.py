@@ -302,8 +302,14 @@ def validated(model: type[ConfigT], table: RawTable, *, where: str) -> ConfigT:
         raise ConfigError("\n".join(lines)) from None
 
 
-def faults_of(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
-    """The faults in a validation error, each once; the first `MOST_FAULTS` of them."""
+def faults_of(
+    error: ValidationError, model: type[BaseModel], *, is_secret: Callable[[str], bool] = lambda name: False
+) -> list[Fault]:
+    """The faults in a validation error, each once; the first `MOST_FAULTS` of them.
+
+    Args:
+        is_secret: whether the value of a setting of this name is not shown.
+    """
     faults: list[Fault] = []
     for fault in error.errors():
         if fault["type"] == "default_factory_not_called":
@@ -332,7 +338,8 @@ def faults_of(error: ValidationError, model: type[BaseModel]) -> list[Fault]:
             case "value_error":
                 text = str(fault["ctx"]["error"])
             case _:
-                text = f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, but this is {_shown(fault['input'])}"
+                text = f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, but this is "
+                text += f"a {type(fault['input']).__name__}" if any(map(is_secret, written)) else _shown(fault["input"])
         if Fault(key, text) not in faults:
             faults.append(Fault(key, text))
         if len(faults) == MOST_FAULTS:

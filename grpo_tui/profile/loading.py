@@ -23,6 +23,7 @@ from grpo_engine.config import (
     with_absolute_paths,
 )
 from grpo_engine.errors import ConfigError
+from grpo_engine.wire.secrets import is_secret_name
 from grpo_tui.paths import PROFILES, available_profiles
 from grpo_tui.profile.loaded import LoadedProfile
 from grpo_tui.profile.model import Profile, profile_type
@@ -128,7 +129,7 @@ def _checked(table: RawTable, chosen_ports: Mapping[str, int] | None = None) -> 
     try:
         profile = model.model_validate(table)
     except ValidationError as error:
-        return None, [*spread.faults, *_by_source(faults_of(error, model), sources)]
+        return None, [*spread.faults, *_by_source(faults_of(error, model, is_secret=is_secret_name), sources)]
     lines = (line for check in checks_for(profile) for line in check(profile))
     return profile, [*spread.faults, *_at_first_replicas((Fault(*line.split(": ", 1)) for line in lines), spread.first)]
 

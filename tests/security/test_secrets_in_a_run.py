@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from workplace import Workplace, service
 
+from grpo_engine.errors import ConfigError
+from grpo_tui.profile.loading import load
+
 IN_ARGV, IN_VARIABLE, IN_FILE, IN_URL = "argv-Eb5tYqKx", "variable-8sTq0PzL", "file-Wm2Ra7Nc", "url-kJ4hVu6D"
 PROGRAM = "import os, sys; print(sys.argv, os.environ['DB_PASSWD'], os.environ['FROM_FILE'], flush=True); sys.exit(3)"
 MAY_HOLD_SECRETS = {"plan.json", "resolved.json", "settings.json"}
@@ -59,3 +62,17 @@ def test_no_command_shows_a_secret(workplace: Workplace) -> None:
         done = workplace.grpo(*command)
         for secret in (IN_ARGV, IN_VARIABLE, IN_FILE, IN_URL):
             assert secret not in done.stdout + done.stderr, (command, secret)
+
+
+def test_a_secret_of_the_wrong_type_is_not_in_the_message(tmp_path: Path) -> None:
+    profile = tmp_path / "p.toml"
+    profile.write_text(
+        '[services.a]\nkind = "command"\nargv = ["true"]\nstop_grace_s = "soon"\n'
+        f'env = {{ OPENAI_API_KEY = ["{IN_VARIABLE}"] }}\n'
+    )
+    with pytest.raises(ConfigError) as refused:
+        load(str(profile))
+    said = str(refused.value)
+    assert "OPENAI_API_KEY: input should be a valid string, but this is a list" in said
+    assert "but this is 'soon'" in said
+    assert IN_VARIABLE not in said
