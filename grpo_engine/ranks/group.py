@@ -286,19 +286,20 @@ class BackgroundRanks:
         return values
 
 
-def refuse_strangers(member: str, *, services: Collection[int] = ()) -> None:
+def refuse_strangers(member: str, *, services: Collection[int] = (), older: Collection[int] = ()) -> None:
     """Check who has connected to this process, since Gloo accepts whoever comes first; before anything is sent.
 
     Args:
         member: this process, for the message.
         services: ports of this process to which every user may connect.
+        older: inodes of sockets from before the group, as of clients of services that have exited since.
 
     Raises:
         RanksFailed: a process of another user, or one that cannot be identified.
     """
     deadline = time.monotonic() + ACCEPTED_WITHIN_S
     while (
-        (stranger := connected_stranger(services=services)) is not None
+        (stranger := connected_stranger(services=services, older=older)) is not None
         and not stranger.inode
         and time.monotonic() < deadline
     ):

@@ -86,20 +86,32 @@ def own_listening_ports(*, tables: Path = _TABLES) -> frozenset[int]:
     return frozenset(row.port for row in _all_rows(tables) if row.is_listening and f"socket:[{row.inode}]" in own)
 
 
-def connected_stranger(*, services: Collection[int] = (), tables: Path = _TABLES) -> TcpSocket | None:
+def own_sockets() -> frozenset[int]:
+    """Inodes of the sockets of this process."""
+    return frozenset(
+        int(link.removeprefix("socket:[").removesuffix("]"))
+        for link in map(_link, _descriptors("/proc/self/fd"))
+        if link.startswith("socket:[")
+    )
+
+
+def connected_stranger(
+    *, services: Collection[int] = (), older: Collection[int] = (), tables: Path = _TABLES
+) -> TcpSocket | None:
     """The other end of a connection of this process on this machine that another user than it and root holds, if any.
 
     Also one that no process holds (`inode` 0: not accepted yet, or closed), of whose user the kernel says nothing.
 
     Args:
         services: ports of this process to which every user may connect.
+        older: inodes of sockets that are not looked at.
     """
-    own = set(map(_link, _descriptors("/proc/self/fd")))
+    own = own_sockets() - set(older)
     rows = [each for each in _all_rows(tables) if not each.is_listening]
     ends = {
         (each.peer, (each.host, each.port))
         for each in rows
-        if f"socket:[{each.inode}]" in own
+        if each.inode in own
         and each.port not in services
         and (ipaddress.ip_address(each.peer[0]).is_loopback or each.peer[0] == each.host)
     }

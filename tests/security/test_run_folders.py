@@ -36,7 +36,7 @@ from grpo_engine.wire.run_folder import (
     TIMELINE_FILE,
 )
 from grpo_engine.wire.supervisor import ServiceStatus, Snapshot, read_from_daemon
-from grpo_engine.wire.tcp_sockets import connected_stranger, own_listening_ports
+from grpo_engine.wire.tcp_sockets import connected_stranger, own_listening_ports, own_sockets
 from grpo_tui.cli.arguments import folder_of_policy
 from grpo_tui.cli.export import _pin, _run_engine
 from grpo_tui.cli.follow import logs_command, tail
@@ -396,6 +396,7 @@ def test_a_rank_that_another_user_has_taken_the_place_of_is_noticed_before_anyth
             assert connected_stranger(services=[port], tables=tmp_path) is None  # a client of this process
             client.close()
             closed = connected_stranger()  # what it sent before can still be read
+            assert connected_stranger(older=own_sockets()) is None  # as a connection to a server that was killed
     assert found is not None
     assert found.uid == 65534
     assert closed is not None

@@ -68,7 +68,7 @@ class Machines:
         self._link(machine, "up")
 
     def _link(self, machine: Machine, state: str) -> None:
-        _shell(self.switch, f"ip link set {machine.name} {state}")
+        _shell(self.switch, f"ip link set dev {machine.name} {state}")
 
 
 @cache
@@ -98,7 +98,7 @@ def machines(folder: Path, *names: str) -> Iterator[Machines]:
                 [*_inside(switch, "net"), "sh", "-ec", f"ip link add name {name} type veth peer name eth0 netns {pid}"],
                 check=True,
             )
-            _shell(switch, f"ip link set {name} master bridge; ip link set {name} up")
+            _shell(switch, f"ip link set dev {name} master bridge; ip link set dev {name} up")
             _shell(pid, f"ip link set lo up; ip address add {address}/24 dev eth0; ip link set eth0 up")
             _shell(pid, f"hostname {name}; {_mounts(folder, f'{address} {name}')}")
             made.append(Machine(name=name, address=address, pid=pid))

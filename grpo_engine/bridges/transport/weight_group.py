@@ -25,7 +25,7 @@ from grpo_engine.processes import AnyProcess, raise_descriptor_limit
 from grpo_engine.ranks.group import RanksFailed, refuse_strangers
 from grpo_engine.ranks.listeners import closed_to_others
 from grpo_engine.wire.inference import GroupMeeting
-from grpo_engine.wire.tcp_sockets import machine_address, own_listening_ports
+from grpo_engine.wire.tcp_sockets import machine_address, own_listening_ports, own_sockets
 
 _WATCH_S = 0.25
 _WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,6 +50,7 @@ class WeightGroup:
         self._group: Any = None
         limit = timedelta(seconds=meeting.timeout_s)
         services = own_listening_ports()  # as of an inference server, whose clients may be of any user
+        older = own_sockets()  # the other end may be a server that was killed
         try:
             store = FileStore(str(meeting.store), meeting.size)
             store.set_timeout(limit)
@@ -63,7 +64,7 @@ class WeightGroup:
                     options._devices = [ProcessGroupGloo.create_device(hostname=machine_address())]
                     self._group = ProcessGroupGloo(store, rank, meeting.size, options)
             self._connect(store, meeting)
-            refuse_strangers(f"member {rank} of {meeting.size} of the weight group", services=services)
+            refuse_strangers(f"member {rank} of {meeting.size} of the weight group", services=services, older=older)
         except (RuntimeError, RanksFailed) as error:
             self.abort()  # the others have an error at once too
             raise BridgeError(f"weight group {meeting.epoch}: member {rank} of {meeting.size}: {error}") from error
