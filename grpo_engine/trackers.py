@@ -16,6 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from grpo_engine.config import Config
 from grpo_engine.python_command import others_may_write
+from grpo_engine.wire.secrets import masked_settings
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,19 @@ def set_up_wandb(wandb: Any, folder: Path | None) -> None:
 def public_settings(config: Config) -> dict[str, Any]:
     """The settings as they are uploaded: URLs without user and query, and no token or key."""
     settings = config.model_dump(mode="json", exclude={"api_token", "api_key"})
-    return {name: _bare_url(value) if isinstance(value, str) else value for name, value in settings.items()}
+    return {name: _with_bare_urls(value) for name, value in masked_settings(settings).items()}
+
+
+def _with_bare_urls(value: Any) -> Any:
+    match value:
+        case str():
+            return _bare_url(value)
+        case list():
+            return [_with_bare_urls(each) for each in value]
+        case dict():
+            return {key: _with_bare_urls(each) for key, each in value.items()}
+        case _:
+            return value
 
 
 def _bare_url(text: str) -> str:

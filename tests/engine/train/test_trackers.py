@@ -96,7 +96,11 @@ def test_a_tracker_that_does_not_start_is_an_error(tmp_path: Path, monkeypatch: 
 
 
 def test_the_settings_that_are_sent_hold_no_secret() -> None:
-    sent = public_settings(settings(atropos_url="http://user:hunter2@10.0.0.1:8000/api?token=hunter2", lr=3e-4))
+    server_urls = ("http://run:hunter2@10.0.0.1:9001", "http://10.0.0.1:9002/?api_key=hunter2")
+    sent = public_settings(
+        settings(atropos_url="http://user:hunter2@10.0.0.1:8000/api?token=hunter2", server_urls=server_urls, lr=3e-4)
+    )
+    assert sent["server_urls"] == ["http://10.0.0.1:9001", "http://10.0.0.1:9002/"]
     assert sent["atropos_url"] == "http://10.0.0.1:8000/api"
     assert sent["lr"] == 3e-4
     assert isinstance(sent["bridge"], dict)
