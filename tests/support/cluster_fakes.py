@@ -47,12 +47,13 @@ class ClusterOfAgents:
         ]
 
     async def reserve(self, node: Node, num_devices: int) -> tuple[int, ...]:
-        """The first ones."""
+        """The first that are free."""
         if node.id in self.dying:
             self.lost.add(node.id)
             raise MachineLost(f"{node.id} is lost")
-        self.reserved[node.id] = num_devices
-        return tuple(range(num_devices))
+        first = self.reserved.get(node.id, 0)
+        self.reserved[node.id] = first + num_devices
+        return tuple(range(first, first + num_devices))
 
     async def ask(self, node_id: str, request: bytes, *, timeout_s: float) -> bytes:
         """Ask the agent, which is made at the first request."""

@@ -579,3 +579,22 @@ async def test_what_ranks_on_two_machines_report_is_one_report_with_their_machin
         assert last.end == "left: rank 0 exited with code 1; right: rank 1 was killed"
         assert not last.ranks
         assert all(report.attempt == 1 for report in bench.passed_on)
+
+
+async def test_a_part_of_a_lost_machine_takes_devices_of_one_that_the_run_has_others_of(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "PART_GRACE_S", 0.1)
+    services = [replace(in_parts(WAITS_AS_PART), kind="inference"), program("b", WAITS), program("c", WAITS)]
+    bench = Bench(stage, tmp_path, services, left=1, right=1, both=3)
+    async with bench.broker():
+        assert bench.cluster.reserved == {"left": 1, "right": 1, "both": 2}
+        process = await bench.start("a")
+        pids = await pids_of(process)
+        bench.cluster.lose("right")
+        assert await process.wait() == remote_process.EXIT_LOST
+        again = await bench.start("a", attempt=2)
+        assert (await pids_of(again)).keys() == {"", "both"}
+        assert bench.cluster.reserved["both"] == 3
+        bench.cluster.lost.clear()
+        os.kill(pids["right"], signal.SIGKILL)

@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from machines import ray_machines, why_not
 from ports import free_port
 from workplace import Workplace, until
 
@@ -130,3 +131,17 @@ def test_a_killed_rank_and_a_lost_machine_start_all_ranks_again_and_training_goe
     place.succeed("down", limit_s=200)
     assert place.status().state is RunState.STOPPED
     assert not place.survivors()
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_ranks_meet_over_the_network_of_two_machines_and_are_shown(tmp_path: Path) -> None:
+    with ray_machines(tmp_path, "m1", "m2", "m3", "m4") as place:
+        own = {"training_steps": 100_000, "eval_every": 0, "num_devices": 2, "batch_size": 32}
+        flags = [word for name, value in own.items() for word in ("--set", f"services.trainer.{name}={value}")]
+        joined = ("--set", f"cluster.address={place.address}")
+        place.succeed("up", "--profile", "tiny-ray", *joined, *flags, "--detach", "--wait", "ready", limit_s=600)
+        until(lambda: len(steps(place.run_folder())) >= 3 and ranks(place) == [(0, "m2"), (1, "m3")])
+        assert place.service("trainer").machines == ["m2", "m3"]
+        assert all(f"rank/{rank}/step_time" in each for rank in (0, 1) for each in steps(place.run_folder()))
+        place.succeed("down", limit_s=200)
+        assert not place.survivors()

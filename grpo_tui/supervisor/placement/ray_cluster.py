@@ -268,7 +268,8 @@ class RayCluster:
     def __init__(self, run_folder: Path) -> None:
         self._run_folder = run_folder
         self._actors: dict[str, Any] = {}
-        self._groups: dict[str, Any] = {}
+        self._groups: dict[str, list[Any]] = {}
+        """Placement groups on each node, its actor in the first."""
         self._nodes: dict[str, Node] = {}
         self._raylets: dict[str, tuple[str, int]] = {}
         """Where the raylet of each node listens."""
@@ -308,9 +309,10 @@ class RayCluster:
         return sorted(found, key=lambda node: (len(node.name), node.name))
 
     async def reserve(self, node: Node, num_devices: int) -> tuple[int, ...]:
-        """A placement group on this very machine, and an actor in it, whose devices Ray numbers."""
-        if node.id in self._actors:
-            raise GrpoError(f"{node.name}: the run has an actor there already")
+        """A placement group on this very machine, and an actor in it, whose devices Ray numbers.
+
+        Where the machine has an actor already, this one is ended again: the group keeps the devices.
+        """
         # The smallest share of a CPU: a placement group has no empty bundle.
         bundle = {"GPU": float(num_devices)} if num_devices else {"CPU": 0.001}
         group = placement_group([bundle], bundle_label_selector=[{"ray.io/node-id": node.id}])
@@ -332,7 +334,9 @@ class RayCluster:
         except GrpoError:
             remove_placement_group(group)
             raise
-        self._actors[node.id], self._groups[node.id] = actor, group
+        self._groups.setdefault(node.id, []).append(group)
+        if self._actors.setdefault(node.id, actor) is not actor:
+            ray.kill(actor)
         return tuple(devices)
 
     async def ask(self, node_id: str, request: bytes, *, timeout_s: float) -> bytes:
@@ -378,7 +382,7 @@ class RayCluster:
 
     async def _replace_actor(self, node: Node) -> None:
         """Start another actor in the place of one that was killed; the agent goes on."""
-        group = self._groups[node.id]
+        group = self._groups[node.id][0]
         num_devices = int(group.bundle_specs[0].get("GPU", 0))
         self._actors[node.id] = REMOTE_ACTOR.options(
             num_gpus=num_devices, scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group)
@@ -387,11 +391,11 @@ class RayCluster:
 
     async def release(self, node_id: str) -> None:
         """Remove the actor and the placement group."""
-        actor, group = self._actors.pop(node_id, None), self._groups.pop(node_id, None)
+        actor, groups = self._actors.pop(node_id, None), self._groups.pop(node_id, [])
         if actor is not None:
             with suppress(RayError):
                 ray.kill(actor)
-        if group is not None:
+        for group in groups:
             with suppress(RayError):
                 await asyncio.to_thread(remove_placement_group, group)
 
