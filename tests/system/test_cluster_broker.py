@@ -27,7 +27,7 @@ from grpo_tui import remote_process
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor import preflight
 from grpo_tui.supervisor.keeper.proc import identify, read_stat
-from grpo_tui.supervisor.placement import agent, attempts, broker
+from grpo_tui.supervisor.placement import agent, attempts, broker, wire
 from grpo_tui.supervisor.placement.agent import Agent
 from grpo_tui.supervisor.placement.broker import Broker
 from grpo_tui.supervisor.placement.remote import standing_for
@@ -598,3 +598,37 @@ async def test_a_part_of_a_lost_machine_takes_devices_of_one_that_the_run_has_ot
         assert bench.cluster.reserved["both"] == 3
         bench.cluster.lost.clear()
         os.kill(pids["right"], signal.SIGKILL)
+
+
+async def test_a_broker_that_was_killed_between_two_parts_costs_nothing(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = "import os, sys, signal, time\nwhile not os.path.exists(sys.argv[1]):\n    time.sleep(0.01)\n"
+    service = in_parts(f"{silent}{SHOWS_PART}")
+    service = replace(service, argv=(*service.argv, str(tmp_path / "go")))
+    bench = Bench(stage, tmp_path, [service], left=1, right=1)
+    began = asyncio.Event()
+    original = agent.Agent._start
+
+    async def first_alone(self: agent.Agent, request: wire.Start) -> wire.Started:
+        if self is bench.cluster.agents["right"]:
+            await asyncio.Event().wait()
+        answer = await original(self, request)
+        began.set()
+        return answer
+
+    monkeypatch.setattr(agent.Agent, "_start", first_alone)
+    async with bench.broker(ends_all=False):
+        process = await bench.start("a")
+        await began.wait()
+    monkeypatch.setattr(agent.Agent, "_start", original)
+    bench.cluster.reserved.clear()
+    async with bench.broker():
+        while not bench.cluster.agents["right"]._attempts:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+        (tmp_path / "go").touch()
+        out, _ = await process.communicate()
+        assert process.returncode == 0
+        parts = [line.removeprefix("right: ").split() for line in out.decode().splitlines()]
+        assert sorted(part[1] for part in parts) == ["0", "1"]
+        assert len({part[5] for part in parts}) == 1  # they meet at one port

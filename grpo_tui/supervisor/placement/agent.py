@@ -118,6 +118,8 @@ class Agent:
         self._folder = folder
         self._raylet = raylet
         self._attempts: dict[tuple[str, int], Attempt] = {}
+        self._ports: dict[tuple[str, int], int | None] = {}
+        """Those that were chosen for attempts."""
         self._gpu_reader = GpuReader()
         self._usage_reader = UsageReader()
         psutil.cpu_percent()  # from here on the first figure counts
@@ -209,7 +211,9 @@ class Agent:
             case wire.Signal():
                 return self._signal(request)
             case wire.ChoosePort():
-                return wire.Chosen(port=free_port(request.address, request.but))
+                of = request.service, request.attempt
+                self._ports[of] = self._ports.get(of) or free_port(request.address, request.but)
+                return wire.Chosen(port=self._ports[of])
             case wire.Look():
                 self._renew(request.heard)
                 return await self._look()

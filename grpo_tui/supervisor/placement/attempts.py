@@ -145,7 +145,7 @@ class PlacedAttempt:
     # --- the start -------------------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Start all parts, unless they run.
+        """Start the parts that do not run: all, or those that an earlier broker had not started yet.
 
         Raises:
             GrpoError: a part cannot be started, or was lost while it was not followed.
@@ -154,11 +154,11 @@ class PlacedAttempt:
         missing = [part for part, each in zip(self._parts, followed, strict=True) if not each.is_known]
         if not missing:
             return
-        if len(missing) < len(self._parts) or self._request.num_copied:
+        if self._request.num_copied:
             where = missing[0].held.node.name
             raise MachineLost(f"{where} does not know attempt {self._request.attempt}: it was lost meanwhile")
         port = await self._free_port() if len(self._parts) > 1 else None
-        answers = await asyncio.gather(*(self._start(part, port) for part in self._parts), return_exceptions=True)
+        answers = await asyncio.gather(*(self._start(part, port) for part in missing), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -166,7 +166,12 @@ class PlacedAttempt:
     async def _free_port(self) -> int:
         """A port of the first machine, where the parts meet."""
         first = self._parts[0].held
-        asked = wire.ChoosePort(address=first.node.address, but=sorted(self._ports))
+        asked = wire.ChoosePort(
+            service=self._launch.name,
+            attempt=self._request.attempt,
+            address=first.node.address,
+            but=sorted(self._ports),
+        )
         port = (await self._agents.ask(first, asked, wire.Chosen)).port
         if port is None:
             raise GrpoError(f"{first.node.name}: no port is free at {first.node.address}")

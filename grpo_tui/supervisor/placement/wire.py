@@ -50,9 +50,11 @@ class Signal(Message):
 
 
 class ChoosePort(Message):
-    """Broker → agent: choose a free port; answered by `Chosen`."""
+    """Broker → agent: choose a free port for an attempt, the same one if asked again; answered by `Chosen`."""
 
     do: Literal["choose_port"] = "choose_port"
+    service: str
+    attempt: Whole
     address: str
     """Of this machine."""
     but: list[Whole] = []
