@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -212,6 +213,7 @@ def ray_machines(folder: Path, *names: str) -> Iterator[ClusterWorkplace]:
         few = ("--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats")
         head = (f"--port={RAY_PORT}", f"--node-ip-address={place.head.address}", "--include-dashboard=false")
         place.on(place.head, "ray", "start", "--head", *head, "--num-gpus=0", *few)
-        for machine in made.all[1:]:
-            place.on(machine, "ray", "start", f"--address={place.address}", "--num-gpus=1", *few)
+        join = ("ray", "start", f"--address={place.address}", "--num-gpus=1", *few)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda machine: place.on(machine, *join), made.all[1:]))
         yield place
