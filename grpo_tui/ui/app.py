@@ -42,7 +42,7 @@ from grpo_tui.ui.pages import (
     service_page,
     warnings_page,
 )
-from grpo_tui.ui.palette import RunCommands
+from grpo_tui.ui.palette import Palette, RunCommands
 from grpo_tui.ui.preferences import Preferences, preferences_file, read_preferences, write_preferences
 from grpo_tui.ui.screens import SCREENS
 from grpo_tui.ui.screens.base import RunScreen
@@ -349,7 +349,7 @@ class GrpoScreen(ThemedApp[None]):
     def action_command_palette(self) -> None:
         """Open the command palette."""
         if not isinstance(self.screen, CommandPalette):
-            self.push_screen(CommandPalette(placeholder="restart env, log of vllm, metrics, theme light …"))
+            self.push_screen(Palette(placeholder="restart env, log of vllm, metrics, theme light …"))
 
     def action_help(self) -> None:
         """Open the help page."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
-from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.command import CommandPalette, DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 from textual.dom import DOMNode
 from textual.fuzzy import Matcher
@@ -16,9 +17,18 @@ from textual.fuzzy import Matcher
 from grpo_engine.wire.supervisor import ServiceStatus
 from grpo_tui.ui.keys import FIRST_EVERYWHERE, LAST_EVERYWHERE, PLACES, Key
 from grpo_tui.ui.screens.base import RunScreen
+from grpo_tui.ui.text_screen import ClosesOnce
 from grpo_tui.ui.themes import known_themes
 from grpo_tui.ui.widgets.frame.keys_bar import STOPPED_STATES, is_available
 from grpo_tui.view.state import ViewState
+
+
+class Palette(CommandPalette, ClosesOnce[None]):
+    """Textual's palette (8.2), without what ends the app."""
+
+    def _action_command_list(self, action: str) -> None:
+        with suppress(KeyError):  # a page up or down in a list that has no lines yet
+            super()._action_command_list(action)
 
 
 class RunApp(Protocol):

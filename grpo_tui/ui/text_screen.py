@@ -1,18 +1,30 @@
-"""A screen on which text is selected with the mouse: base of the screens of a run, of the board and of its curves."""
+"""Bases of screens: text that is selected with the mouse, and a screen that closes once."""
 
 from __future__ import annotations
 
 from textual import events
+from textual.await_complete import AwaitComplete
 from textual.errors import NoWidget
 from textual.geometry import Offset
-from textual.screen import Screen
+from textual.screen import Screen, ScreenResultType
 from textual.widget import Widget
 
 from grpo_tui.ui.widgets.selectable import Selectable
 from grpo_tui.view.format import count_text
 
 
-class TextScreen(Screen[None]):
+class ClosesOnce(Screen[ScreenResultType]):
+    """What was clicked or typed before it was gone does not close it again: Textual (8.2) would close the one below.
+
+    The last of several bases: Textual takes styles from the first.
+    """
+
+    def dismiss(self, result: ScreenResultType | None = None) -> AwaitComplete:
+        """Close it, unless it is closed."""
+        return super().dismiss(result) if self in self.app.screen_stack else AwaitComplete()
+
+
+class TextScreen(ClosesOnce[None]):
     """Base of screens on which text is selected with the mouse, and copied."""
 
     AUTO_FOCUS = None

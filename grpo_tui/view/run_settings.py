@@ -14,12 +14,15 @@ from grpo_engine.diagnosis.evidence import USUAL_CLIP, RunSettings
 from grpo_tui.run_files.resolved import read_resolved
 from grpo_tui.view.service_rules import INFERENCE_KIND, TRAINER_KIND
 
+MAX_CLIP, MAX_COUNT = 1e6, 1 << 63
+"""Beyond all that a run has: such a clip, or number of steps or prompts, is damage and counts as unknown."""
+
 
 def read_settings(run_folder: Path) -> RunSettings:
     """Settings of a run; unknown ones where its file does not tell them."""
     try:
         return settings_of(read_resolved(run_folder))
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, OverflowError):
         return RunSettings()
 
 
@@ -33,7 +36,7 @@ def settings_of(resolved: dict[str, Any]) -> RunSettings:
     bridge: dict[str, Any] = resolved.get("bridge") or trainer.get("bridge") or {}
     loss = trainer.get("loss", "grpo")
     preset = LossConfig.preset(loss if loss in get_args(Preset) else "grpo")
-    width = float(trainer.get("clip_eps") or USUAL_CLIP)
+    width = _number(trainer.get("clip_eps") or None, USUAL_CLIP)
     low, high = (preset.clip_low, preset.clip_high) if loss in PRESETS_WITH_BANDS else (width, width)
     dtypes = [str(one["dtype"]) for one in (trainer, server) if one.get("dtype")]
     return RunSettings(
@@ -43,15 +46,23 @@ def settings_of(resolved: dict[str, Any]) -> RunSettings:
         clips_sequences=preset.ratio_level == "sequence",
         temperatures=tuple(sorted({float(one["temperature"]) for one in environments if one.get("temperature")})),
         top_ps=tuple(sorted({float(one["top_p"]) for one in environments if one.get("top_p")})),
-        logprobs_mode="processed" if own else server.get("logprobs_mode"),
-        bridge_mode=bridge.get("mode"),
+        logprobs_mode="processed" if own else _text(server.get("logprobs_mode")),
+        bridge_mode=_text(bridge.get("mode")),
         has_adapter=bool(bridge.get("adapter")),
         dtypes=tuple(dict.fromkeys(dtypes)),
-        model=(resolved.get("model") or {}).get("name") or trainer.get("model_name"),
-        eval_prompts=trainer.get("eval_prompts"),
-        training_steps=steps if isinstance(steps := trainer.get("training_steps"), int) and steps > 0 else None,
+        model=_text((resolved.get("model") or {}).get("name")) or _text(trainer.get("model_name")),
+        eval_prompts=_count(trainer.get("eval_prompts")),
+        training_steps=_count(trainer.get("training_steps")),
     )
 
 
 def _number(value: object, otherwise: float) -> float:
-    return float(value) if isinstance(value, int | float) else otherwise
+    return float(value) if isinstance(value, int | float) and 0 <= value <= MAX_CLIP else otherwise
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and 0 < value <= MAX_COUNT else None

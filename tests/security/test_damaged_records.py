@@ -31,6 +31,7 @@ from grpo_tui.view.gpus import reader
 from grpo_tui.view.gpus.reader import read_samples
 from grpo_tui.view.rollouts.reader import RolloutReader
 from grpo_tui.view.rollouts.state import GroupFilter
+from grpo_tui.view.run_settings import settings_of
 from grpo_tui.view.timeline.file import TimelineFile
 
 COMPLETION: dict[str, Any] = {
@@ -191,3 +192,15 @@ def test_a_table_of_metrics_is_not_made_before_its_first_row_is_written() -> Non
     rows = iter([{"a": 1}, {"a": 2}])
     lines = csv_rows(["a"], rows)
     assert [next(lines), next(lines), next(rows)] == ["a\n", "1\n", {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *((name, value) for name in ("eval_prompts", "training_steps", "model_name") for value in ([1], {}, HUGE)),
+        *((name, value) for name in ("clip_low", "clip_high", "clip_eps") for value in (-2, HUGE, float("nan"), [1])),
+    ],
+)  # fmt: skip
+def test_a_setting_of_another_type_or_beyond_any_run_is_unknown_and_ends_no_screen(setting: str, value: object) -> None:
+    usual = settings_of({"services": {"trainer": {"kind": "trainer"}}})
+    assert hash(settings_of({"services": {"trainer": {"kind": "trainer", setting: value}}})) == hash(usual)

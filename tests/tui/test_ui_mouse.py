@@ -155,3 +155,15 @@ async def test_dialogs_are_answered_and_closed_by_clicks(tmp_path: Path) -> None
             await screen.pilot.click(answers, offset=(str(answers.render()).index(word), 0))
             await screen.until_screen(MainScreen)
         await screen.until_commands(("restart", "vllm"), ("stop", "trainer"))
+
+
+@pytest.mark.parametrize("key", ["question_mark", "ctrl+p"])
+async def test_two_clicks_beside_a_page_or_the_palette_close_it_once(key: str, tmp_path: Path) -> None:
+    async with shown(tmp_path, LARGE) as screen:
+        await screen.go_to("logs")
+        await screen.press(key)
+        await screen.until(lambda: len(screen.app.screen_stack) == 3 and screen.app.screen.is_mounted)
+        for kind in (events.MouseDown, events.MouseUp) * 2:
+            screen.app.post_message(kind(None, 2, 40, 0, 0, 1, False, False, False, screen_x=2, screen_y=40))
+        await screen.until(lambda: len(screen.app.screen_stack) < 3)
+        await screen.until_place("logs")

@@ -13,6 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
+from grpo_tui.ui.text_screen import ClosesOnce
 from grpo_tui.ui.widgets.lines import fit
 from grpo_tui.view.format import UNKNOWN, age_text, number_text
 from grpo_tui.view.metrics.other_runs import OtherRun, other_runs
@@ -22,7 +23,7 @@ NO_RUN = ""
 COLUMNS = (("run", 32), ("profile", 16), ("state", 9), ("steps", 7), ("reward", 8), ("ago", 6))
 
 
-class ChooseRunScreen(ModalScreen[str]):
+class ChooseRunScreen(ModalScreen[str], ClosesOnce[str]):
     """Runs with profile, state, steps and last reward; yields the folder's name, `NO_RUN`, or None."""
 
     BINDINGS = [

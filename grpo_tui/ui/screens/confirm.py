@@ -14,11 +14,13 @@ from textual.screen import ModalScreen, ScreenResultType
 from textual.style import Style
 from textual.widgets import Static
 
+from grpo_tui.ui.text_screen import ClosesOnce
+
 NUM_FRAME_ROWS = 8
 """Border, padding, the question (it may take two rows), and the empty rows around what is named."""
 
 
-class QuestionScreen(ModalScreen[ScreenResultType]):
+class QuestionScreen(ModalScreen[ScreenResultType], ClosesOnce[ScreenResultType]):
     """Base: a question, what it is about, and the keys that answer it."""
 
     DEFAULT_CSS = """

@@ -12,12 +12,13 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from grpo_tui.ui.text_screen import ClosesOnce
 from grpo_tui.view.format import count_text
 
 CLOSING = "y copies all · esc closes"
 
 
-class ReadingScreen(ModalScreen[None]):
+class ReadingScreen(ModalScreen[None], ClosesOnce[None]):
     """A titled page."""
 
     BINDINGS = [
