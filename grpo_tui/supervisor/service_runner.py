@@ -87,8 +87,8 @@ class ServiceRunner:
         self._end_of_ranks = end_of_ranks
         """Returns why the ranks of an attempt ended, if it had any and reported it."""
         self._prepare = prepare
-        """Called before each start: makes the temporary folder of the run again if it was removed; raises `GrpoError`
-        where the service must not be started."""
+        """Called before each start, in place too: makes the temporary folder of the run again if it was removed; raises
+        `GrpoError` where the service must not be started."""
         self._mask = mask
         """Masks secrets in what the service printed or answered, before it becomes part of the state."""
         self._effects: asyncio.Queue[tuple[Effect, Service]] = asyncio.Queue()
@@ -208,6 +208,12 @@ class ServiceRunner:
             return  # it exited meanwhile
         self._is_ready, self._num_in_place_restarts, self.started_at = False, service.num_in_place_restarts, time.time()
         has_restarted = await asyncio.to_thread(self._restart_check, keeper, how)
+        try:
+            self._prepare()
+        except GrpoError as error:
+            log.error("%s: %s", self._launch.name, error)
+            keeper.stop()  # the start that follows fails for the same reason, and says so
+            return
         keeper.signal_service(signal.Signals[how.signal])
         self._start_probing(self._probe_after_restart_in_place(keeper, has_restarted))
 

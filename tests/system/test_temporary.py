@@ -22,6 +22,14 @@ print("left", path, flush=True)
 signal.pause()
 """
 PRINTS_TMPDIR = "import os, signal; print('left', os.environ['TMPDIR'], flush=True); signal.pause()"
+PRINTS_TMPDIR_AGAIN = """
+import os, signal
+received, write_end = os.pipe()
+signal.signal(signal.SIGHUP, lambda *_: os.write(write_end, b"x"))
+print("left", os.environ["TMPDIR"], flush=True)
+while os.read(received, 1):
+    print("left", os.environ["TMPDIR"], flush=True)
+"""
 READY = "{ log = '^left ', interval_s = 0.02 }"
 SOCKET_OF_VLLM = "v-12345678/123e4567-e89b-12d3-a456-426614174000"
 RUN = "tiny-cpu-1122-130216-c584"
@@ -83,6 +91,25 @@ def test_a_temporary_folder_that_was_removed_is_made_again_for_the_next_start(pl
 
     temporary.remove_folders(place.run_folder().name, folder)
     folder.symlink_to(place.folder)  # as another user may, who can then read and write what services put there
+    assert place.grpo("restart", "a", "--wait").returncode != 0
+    assert "is not a folder of this user now" in str(place.service("a").why)
+    assert len(left(place, "a")) == 2
+    folder.unlink()
+
+
+@pytest.mark.slow
+def test_no_service_is_restarted_in_place_where_another_user_took_its_temporary_folder(place: Workplace) -> None:
+    """A launcher of ranks made the file by which they meet there, and the other user put a link to any file of ours."""
+    in_place = "{ signal = 'SIGHUP', log = '^left ' }"
+    place.up(service("a", PRINTS_TMPDIR_AGAIN, ready=READY, restart_in_place=in_place))
+    (folder,) = left(place, "a")
+    temporary.remove_folders(place.run_folder().name, folder)
+    assert place.grpo("restart", "a", "--wait").returncode == 0
+    assert left(place, "a") == [folder, folder]
+    assert folder.is_dir()
+
+    temporary.remove_folders(place.run_folder().name, folder)
+    folder.symlink_to(place.folder)
     assert place.grpo("restart", "a", "--wait").returncode != 0
     assert "is not a folder of this user now" in str(place.service("a").why)
     assert len(left(place, "a")) == 2
