@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,7 +24,8 @@ million, in 150 bytes, took 1.2 GB, and held the event loop for 6 s while its an
 class PromptCodec:
     """A model's tokenizer as the routes use it.
 
-    It encodes in a thread of its own: a text of the length that is accepted may take half a second.
+    It encodes in a thread of its own: a text of the length that is accepted may take half a second. Requests without
+    the token, where the server has one, have another thread, so that those with it do not wait for theirs.
     """
 
     def __init__(self, model_name: str, tokenizer: Any, *, max_model_len: int) -> None:
@@ -32,6 +34,9 @@ class PromptCodec:
         self._max_model_len = max_model_len
         self._max_chars = max_model_len * max(map(len, tokenizer.get_vocab()))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._thread_without_token = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-without-token")
+        self._copy: asyncio.Future[Any] | None = None
+        """The tokenizer of that thread, because fast ones must not be used from two at once."""
 
     async def encode(self, text: str) -> list[int]:
         """Tokens of a text prompt, with the model's own opening token.
@@ -40,7 +45,7 @@ class PromptCodec:
             DataError: it is longer than the longest tokens that fit.
         """
         self._check_length(len(text))
-        return await self._in_thread(lambda: list(self._tokenizer.encode(text)))
+        return await self._in_thread(lambda tokenizer: list(tokenizer.encode(text)))
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of tokens, special tokens included."""
@@ -57,9 +62,9 @@ class PromptCodec:
         # Templates add a few characters to each message, and an empty one costs the template time as well.
         self._check_length(sum(1 + len(part) for message in messages for part in message.values()))
 
-        def render() -> list[int]:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        def render(tokenizer: Any) -> list[int]:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return list(tokenizer.encode(text, add_special_tokens=False))
 
         return await self._in_thread(render)
 
@@ -70,8 +75,14 @@ class PromptCodec:
                 "fit, all in the longest token: shorten the prompt"
             )
 
-    async def _in_thread(self, work: Callable[[], list[int]]) -> list[int]:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _in_thread(self, work: Callable[[Any], list[int]]) -> list[int]:
+        loop = asyncio.get_running_loop()
+        if caller().token is not Token.WRONG:
+            return await loop.run_in_executor(self._thread, work, self._tokenizer)
+        if self._copy is None:
+            self._copy = loop.run_in_executor(self._thread, copy.deepcopy, self._tokenizer)
+        tokenizer = await asyncio.shield(self._copy)
+        return await loop.run_in_executor(self._thread_without_token, work, tokenizer)
 
 
 def check_num_completions(n: int, *, num_prompts: int = 1) -> None:

@@ -110,12 +110,22 @@ def create_app(service: Service) -> FastAPI:
             return JSONResponse({"detail": words, "engine": "asleep"})
         return Response()
 
+    probe: asyncio.Task[Generation] | None = None
+
+    async def generate_one_token() -> Generation:
+        caller().token = Token.RIGHT  # probes have none, and would wait as long as the run has requests
+        return await engine.generate(
+            await engine.encode("a"), GenerateRequest(prompt="health", max_tokens=1, temperature=0)
+        )
+
     @app.get("/health_generate")
     async def health_generate(request: Request) -> Response:
+        nonlocal probe
         engine.check_health()
-        params = GenerateRequest(prompt="health", max_tokens=1, temperature=0)
-        caller().token = Token.RIGHT  # probes have none, and would wait as long as the run has requests
-        await unless_disconnected(request, engine.generate(await engine.encode("a"), params))
+        if probe is None or probe.done():  # one at a time, whoever asks
+            probe = asyncio.create_task(generate_one_token())
+            probe.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # also where nobody waits
+        await unless_disconnected(request, asyncio.shield(probe))
         return Response()
 
     owner = [Depends(only_owner)]

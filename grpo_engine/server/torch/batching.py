@@ -13,6 +13,9 @@ from grpo_engine.server.engine import Generation
 from grpo_engine.server.torch.decoding import Decoded, Work
 from grpo_engine.wire.inference import GenerateRequest
 
+MAX_TOKENS_WITHOUT_TOKEN = 16384
+"""Of a batch of requests without the token, where the server has one: its prompts are computed without a break."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
@@ -24,7 +27,8 @@ class Job:
     future: Future[Generation] = field(default_factory=Future)
     is_cancelled: bool = False
     is_cut: bool = False
-    """Whether the copies that are being decoded end where they are, because the weights are about to change."""
+    """Whether the copies that are being decoded end where they are, because the weights are about to change or,
+    without the token, others wait."""
     is_without_token: bool = False
     """Whether the server has a token and the request has not; such requests wait for all others."""
     finished: list[tuple[Decoded, int]] = field(default_factory=list)
@@ -57,7 +61,10 @@ def next_batch(waiting: Sequence[Job], *, max_rows: int, max_tokens: int) -> lis
     Args:
         max_tokens: limits the cache: rows times the longest prompt and completion together.
     """
-    waiting = [job for job in waiting if not job.is_without_token] or waiting
+    own = [job for job in waiting if not job.is_without_token]
+    if not own:
+        max_tokens = min(max_tokens, MAX_TOKENS_WITHOUT_TOKEN)
+    waiting = own or waiting
     chosen: list[tuple[Job, int]] = []
     rows = longest = 0
     for job in waiting:

@@ -53,6 +53,8 @@ _LONGEST_GATHERING_S = 0.02
 _POLL_S = 0.25
 """Interval at which a pause's owner is checked."""
 _LOCK_POLL_S = 0.002
+_YIELD_AFTER_S = 1.0
+"""A batch of requests without the token that has run for so long is cut for requests with it, and for commands."""
 _LEAVE_LOADING_AFTER_S = 0.5
 """How long a shutdown waits for a model that is still loading; its thread then ends with the process."""
 
@@ -74,6 +76,7 @@ class TorchEngine:
         self._waiting: deque[Job] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running: list[Job] = []
+        self._batch_began_at = 0.0
         self._pause: Pause | None = None
         self._sleep: Sleep | None = None
         """None while it is awake."""
@@ -359,7 +362,7 @@ class TorchEngine:
             batch = next_batch(
                 self._waiting, max_rows=self._config.max_batch_size, max_tokens=self._config.max_batch_tokens
             )
-            self._running = [job for job, _ in batch]
+            self._running, self._batch_began_at = [job for job, _ in batch], time.monotonic()
             for job in self._running:
                 job.is_cut = False
         if not batch:
@@ -437,7 +440,7 @@ class TorchEngine:
         self._pause = None
 
     def _make_decoder(self, weights: ServedWeights) -> Decoder:
-        weights.model.register_forward_hook(lambda *_: self._stalls.record_output(time.monotonic()))
+        weights.model.register_forward_hook(lambda *_: self._passed())
         generator = torch.Generator()
         if self._config.seed is None:
             generator.seed()
@@ -450,6 +453,16 @@ class TorchEngine:
             logprobs_mode=self.logprobs_mode,
             generator=generator,
         )
+
+    def _passed(self) -> None:
+        """After each forward pass: cut a batch of requests without the token that others have to wait for."""
+        now = time.monotonic()
+        self._stalls.record_output(now)
+        with self._changed:
+            if self._running and self._running[0].is_without_token and now > self._batch_began_at + _YIELD_AFTER_S:
+                is_awaited = bool(self._commands) or any(not job.is_without_token for job in self._waiting)
+                for job in self._running:
+                    job.is_cut = job.is_cut or is_awaited
 
     def _set(self, *, weights: ServedWeights | None = None, failure: BaseException | None = None) -> None:
         with self._changed:

@@ -35,10 +35,18 @@ def test_the_cache_is_bounded_but_one_sequence_always_fits() -> None:
 
 
 def test_requests_without_the_token_wait_for_all_others_and_share_no_batch_with_them() -> None:
-    stranger, own = job(300, new=1000), job(2)
+    stranger, own = job(300, new=40), job(2)
     stranger.is_without_token = True
     assert next_batch([stranger, own], max_rows=256, max_tokens=10**9) == [(own, 2)]
     assert next_batch([stranger], max_rows=256, max_tokens=10**9) == [(stranger, 256)]
+
+
+def test_a_batch_without_the_token_is_short() -> None:
+    """Its prompts are computed without a break."""
+    stranger, own = job(300, prompt=4000, new=96), job(300, prompt=4000, new=96)
+    stranger.is_without_token = True
+    assert next_batch([stranger], max_rows=256, max_tokens=131072) == [(stranger, 4)]
+    assert next_batch([own], max_rows=256, max_tokens=131072) == [(own, 32)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 50)), min_size=1), st.integers(1, 30), st.integers(1, 500))
