@@ -154,9 +154,19 @@ def _devices(launch: Launch, plan: Plan) -> str:
 
 def _ranks(launch: Launch, num_machines: int | None) -> str:
     """The ranks with their GPUs, and how to see the memory of each: counting it needs torch, which a plan does not."""
-    places = ["CPU" if gpu is None else f"GPU {gpu}" for gpu in launch.rank_gpus]
-    if num_machines is not None and num_machines > 1:
+    if not launch.num_devices:
+        places = ["CPU" if gpu is None else f"GPU {gpu}" for gpu in launch.rank_gpus]
+        where = ", ".join(f"rank {rank} on {place}" for rank, place in enumerate(places))
+    elif num_machines is None or num_machines == 1:
+        where = f"{_rank_names(0, launch.num_ranks)}, one on each device"
+    else:
         each = launch.num_ranks // num_machines
-        places = [f"machine {1 + rank // each} of {num_machines}" for rank in range(launch.num_ranks)]
-    where = ", ".join(f"rank {rank} on {place}" for rank, place in enumerate(places))
+        where = ", ".join(
+            f"{_rank_names(each * number, each)} on machine {number + 1} of {num_machines}"
+            for number in range(num_machines)
+        )
     return f"{where}; memory of each: the command below with --dry-run"
+
+
+def _rank_names(first: int, count: int) -> str:
+    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"

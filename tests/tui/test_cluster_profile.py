@@ -213,7 +213,13 @@ def test_a_trainer_can_ask_for_a_number_of_machines_of_any_cluster() -> None:
     plan = make_plan(profile, run_folder=Path("run"), python="python")
     (trainer,) = [each for each in plan.launches if each.kind == "trainer"]
     assert (trainer.num_machines, trainer.num_ranks) == (4, 16)
-    assert "16 devices on 4 machines of the cluster, 4 of each" in plan_text(plan, profile)
+    text = plan_text(plan, profile)
+    assert "16 devices on 4 machines of the cluster, 4 of each" in text
+    assert "ranks 0 to 3 on machine 1 of 4, ranks 4 to 7 on machine 2 of 4, ranks 8 to 11" in text
+    profile = load(str(available_profiles()["tiny-ray"]), overrides[:2])
+    text = plan_text(make_plan(profile, run_folder=Path("run"), python="python"), profile)
+    assert "16 devices of the cluster, on one machine or on the fewest with equal shares of them" in text
+    assert "ranks 0 to 15, one on each device; memory" in text
 
 
 @pytest.mark.parametrize(
