@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +44,8 @@ SEND_EVERY_S = REPORT_VALID_S / 3
 SHORT_WAIT_S = 3.0
 """A wait that is no longer is part of the work, and not reported."""
 SEND_WITHIN_S = 2.0
+_UCRED = struct.Struct("iII")
+"""Pid, uid and gid, as SO_PEERCRED gives them (unix(7))."""
 FULL_BYTES = 1 << 20
 """With less, hardly anything can be written."""
 
@@ -202,13 +205,16 @@ def send_to_supervisor(
         at: the socket of who passes it on, on a machine without the supervisor.
 
     Raises:
-        OSError: no supervisor listens.
+        OSError: no supervisor listens, or another user does in its place.
         ValueError: its address is damaged.
     """
     path = at or Address.model_validate_json((run_folder / ADDRESS_FILE).read_bytes()).socket
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(SEND_WITHIN_S)
         connection.connect(path)
+        _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if uid not in (0, os.geteuid(), run_folder.stat().st_uid):
+            raise PermissionError(f"user {uid} listens in place of the supervisor")
         connection.sendall(to_line(report))
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(65536):  # its greeting; unread, it would reset the connection

@@ -15,7 +15,9 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.codec import MAX_LINE_BYTES
 from grpo_engine.wire.run_folder import ADDRESS_FILE, SUPERVISOR_LOG
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye
-from grpo_tui.paths import registration_path, socket_path
+from grpo_tui.paths import ALWAYS_SHORT, registration_path, socket_path
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.supervisor.core import Supervisor
 from grpo_tui.supervisor.handlers import converse
@@ -35,6 +37,8 @@ from grpo_tui.supervisor.state_file import StateDocument, read_state
 
 FILES_CHECK_S = 2.0
 """Between two checks of the socket and the run folder: log-outs, cleaners of /tmp and people remove them."""
+SOCKET_ALONE = "s"
+"""The name of the socket in a folder that has nothing else."""
 BACKLOG = 64
 CLOSE_LIMIT_S = 0.2
 log = logging.getLogger(__name__)
@@ -155,9 +159,9 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
         while True:
             try:
                 was_lost = files.is_lost and _restore(files, supervisor)
-                is_found = is_found and not was_lost and path.is_socket()
+                is_found = is_found and not was_lost and _is_own_socket(path)
                 if not is_found:
-                    path, before = socket_path(run_folder), server
+                    path, before = socket_path(run_folder) if server is None else _next_socket(run_folder), server
                     _clear(path)
                     server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE_BYTES, backlog=BACKLOG)
                     path.chmod(0o600)
@@ -177,7 +181,10 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
                     register(run_folder)
             await asyncio.sleep(FILES_CHECK_S)
     finally:
-        _clear(path)
+        with suppress(OSError):  # another user's by now
+            _clear(path)
+            if path.name == SOCKET_ALONE:
+                path.parent.rmdir()
         address = read_address(run_folder)
         if address is not None and address.pid == os.getpid():
             (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
@@ -185,6 +192,24 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
             registration_path(run_folder).unlink(missing_ok=True)
             supervisor.broadcast.send_to_all(Bye(state=supervisor.state))
         await _close(conversations)
+
+
+def _is_own_socket(path: Path) -> bool:
+    """Whether our socket is there still: where its folder was removed, another user can make both again."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISSOCK(status.st_mode) and status.st_uid == os.getuid()
+
+
+def _next_socket(run_folder: Path) -> Path:
+    """Where to listen once the socket is gone: as before, or in a new folder where the one for sockets is not ours."""
+    try:
+        return socket_path(run_folder)
+    except GrpoError as error:
+        log.warning("%s; this supervisor listens in a folder of its own, whose name is in %s", error, ADDRESS_FILE)
+        return Path(tempfile.mkdtemp(prefix="grpo-socket-", dir=ALWAYS_SHORT)) / SOCKET_ALONE
 
 
 def _clear(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from stage import Stage
 from grpo_engine.bridges.memory.turn_lock import TurnLock
 from grpo_engine.errors import BridgeError, CheckpointError, ConfigError, GrpoError
 from grpo_engine.own_file import open_own_file
+from grpo_engine.serving.reporting import send_to_supervisor
 from grpo_engine.train.checkpointing.checkpoints import locked
-from grpo_engine.wire.codec import write_atomically
+from grpo_engine.wire.codec import write_atomically, write_json_atomically
+from grpo_engine.wire.run_folder import ADDRESS_FILE
+from grpo_engine.wire.supervisor import Address, ServiceReport
 from grpo_tui.client import launch
 from grpo_tui.client.local import runs
 from grpo_tui.paths import ForeignFolder, require_own
@@ -159,3 +163,19 @@ def test_other_users_may_not_rename_runs_in_a_folder_that_a_start_made(umask: in
             assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o755
     finally:
         os.umask(before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can listen as another user")
+def test_a_service_reports_nothing_to_another_user_in_place_of_its_supervisor(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    write_json_atomically(tmp_path / ADDRESS_FILE, Address(pid=1, socket=str(path)))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        os.seteuid(65534)
+        listener.listen()
+        os.seteuid(0)
+        with pytest.raises(PermissionError, match="user 65534 listens in place of the supervisor"):
+            send_to_supervisor(tmp_path, ServiceReport(service="a", attempt=1))
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.recv(1) == b""

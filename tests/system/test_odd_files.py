@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 import subprocess
 from pathlib import Path
 
@@ -84,6 +86,22 @@ def test_a_run_whose_folder_for_sockets_was_opened_to_others_is_shown_and_ended(
     (place.runtime / "grpo-tui").chmod(0o755)
     succeed_without_traceback(place, "ps", "status", "stop a --wait", "down")
     assert not has_daemon(place.folder / "logs" / run)
+
+
+def test_a_run_whose_folder_for_sockets_another_user_made_anew_can_be_ended(place: Workplace) -> None:
+    """Once a cleaner has removed it; commands found a stranger's socket, and the run could not be ended any more."""
+    run = place.up(service("a", IDLE))
+    folder = place.runtime / "grpo-tui"
+    shutil.rmtree(folder)
+    folder.mkdir()
+    folder.chmod(0o755)
+    until(lambda: socket_of(place).parent != folder)
+    alone = socket_of(place).parent
+    assert stat.S_IMODE(alone.stat().st_mode) == 0o700
+    place.succeed("stop", "a", "--wait")
+    place.succeed("down")
+    assert not has_daemon(place.folder / "logs" / run)
+    assert not alone.exists()
 
 
 def test_a_supervisor_that_cannot_listen_logs_the_reason_without_a_traceback(place: Workplace) -> None:
