@@ -189,7 +189,8 @@ async def _listen(supervisor: Supervisor, run_folder: Path) -> None:
         if address is not None and address.pid == os.getpid():
             (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
         if supervisor.state in ENDED_RUN_STATES:
-            registration_path(run_folder).unlink(missing_ok=True)
+            with suppress(OSError, GrpoError):  # its folder is another user's by now
+                registration_path(run_folder).unlink(missing_ok=True)
             supervisor.broadcast.send_to_all(Bye(state=supervisor.state))
         await _close(conversations)
 
