@@ -39,6 +39,8 @@ SPLITTABLE = ("llama", "qwen2", "qwen3")
 """Families (`model_type` of config.json) of which the trainer can have one part on each tensor parallel rank."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
+_LONGEST_PART = 255
+"""NAME_MAX of Linux."""
 
 
 class LoraSettings(Config):
@@ -133,6 +135,8 @@ def check_model_name(name: str) -> str | None:
         if name not in LOCAL_MODELS:
             return f"{name!r} is not made here{did_you_mean(name, LOCAL_MODELS)}: there is {', '.join(LOCAL_MODELS)}"
         return missing_source(name)
+    if any(len(part.encode()) > _LONGEST_PART for part in name.split("/")):
+        return f"{name[:40]!r}… has a part of more than {_LONGEST_PART} bytes, which no file system and no hub has"
     folder = Path(name).expanduser()
     if folder.is_dir():
         return None if (folder / "config.json").is_file() else f"{folder} is no model folder: it has no config.json"

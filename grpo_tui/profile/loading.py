@@ -6,6 +6,7 @@ network; `doctor` examines the machine.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -236,7 +237,8 @@ def _folders(folder: Path, table: RawTable, keys: Iterable[str]) -> RawTable:
 
 def _is_folder(folder: Path, name: str) -> bool:
     is_made_here = name.startswith("local/")  # a folder of that name is given as ./local/…
-    return name.startswith(("./", "../")) or (not is_made_here and (folder / name / "config.json").is_file())
+    is_there = os.path.isfile(folder / name / "config.json")  # not Path.is_file: a name of 300 bytes is none
+    return name.startswith(("./", "../")) or (not is_made_here and is_there)
 
 
 def find(name_or_file: str) -> Path:

@@ -70,8 +70,9 @@ class Trainer(Service, OfPolicy, TrainerConfig):
     def _one_rank_a_gpu(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("processes") is not None:
             return values
-        if len(values.get("gpus") or ()) > 1:
-            return {**values, "processes": len(values["gpus"])}
+        gpus = values.get("gpus")
+        if isinstance(gpus, list | tuple) and len(gpus) > 1:
+            return {**values, "processes": len(gpus)}
         devices, nodes = values.get("num_devices"), values.get("nodes", 1)
         if isinstance(devices, int) and isinstance(nodes, int) and devices > 1 and nodes > 0:
             if devices % nodes:

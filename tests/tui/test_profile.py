@@ -386,6 +386,11 @@ def test_a_described_plan_masks_secrets(tmp_path: Path) -> None:
     assert "'MODE': 'x'" in shown
 
 
+def test_gpus_that_are_no_list_and_a_long_name_of_a_model_end_no_command(tmp_path: Path) -> None:
+    assert "services.trainer.gpus" in fault(tmp_path, STACK, "services.trainer.gpus=3")
+    assert "a part of more than 255 bytes" in fault(tmp_path, STACK, f"model.name={'a' * 300}")
+
+
 def test_gpus_become_cuda_visible_devices(tmp_path: Path) -> None:
     loaded = load(write(tmp_path, commands("a gpus = [1, 3]", "b gpus = []", "c ports = [9000]")))
     launches = {x.name: x for x in make_plan(loaded, run_folder=tmp_path, python=sys.executable).launches}
