@@ -26,6 +26,7 @@ from workplace import Workplace
 from grpo_tui.keeper_process import Stat
 from grpo_tui.supervisor.keeper.proc import command_line, living
 
+CODE = Path(__file__).parents[2]
 NETWORK = "10.77.0"
 RAY_PORT = 6379
 NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
@@ -107,14 +108,19 @@ def machines(folder: Path, *names: str) -> Iterator[Machines]:
 
 
 def _mounts(folder: Path, host: str) -> str:
-    """Commands that give a machine /dev/shm and /tmp of its own, the latter with the shared folder in it."""
-    shared = shlex.quote(str(folder))
+    """Commands that give a machine /dev/shm and /tmp of its own, the latter with what all share in it."""
+    code = (each for each in (CODE, Path(sys.prefix)) if each.is_relative_to("/tmp"))
+    binds = [f"mkdir -p /mnt{path}; mount --bind {path} /mnt{path}; " for path in map(_quoted, (folder, *code))]
     return (
-        f"mount -t tmpfs none /mnt; mkdir /mnt/tmp; chmod 1777 /mnt/tmp; mkdir -p /mnt{shared}; "
-        f"mount --bind {shared} /mnt{shared}; echo '127.0.0.1 localhost\n{host}' > /mnt/hosts; "
+        f"mount -t tmpfs none /mnt; mkdir /mnt/tmp; chmod 1777 /mnt/tmp; {''.join(binds)}"
+        f"echo '127.0.0.1 localhost\n{host}' > /mnt/hosts; "
         "mount --bind /mnt/hosts /etc/hosts; mount --rbind /mnt/tmp /tmp; "
         "mount -t tmpfs -o mode=1777 none /dev/shm"
     )
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
 @contextmanager
