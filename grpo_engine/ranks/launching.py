@@ -124,14 +124,15 @@ def launch_ranks(
         folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="grpo-ranks-"))  # mode 0700
         positions = PositionFile.make(Path(folder, "positions"), num_ranks=num_local)
         shared[POSITIONS_FILE] = f"{folder}/positions"
+        interface = interface_of(shared.get(MACHINE_ADDRESS_VARIABLE))
         if num_nodes == 1:
             # Gloo and NCCL accept connections without a token. In a cluster, rank 0 and servers on other machines
             # are a group of NCCL too, which has one interface for all groups of a process.
-            of_nccl = interface_of(shared.get(MACHINE_ADDRESS_VARIABLE)) or LOOPBACK
+            of_nccl = interface or LOOPBACK
             shared |= {STORE_FILE: f"{folder}/store", "GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": of_nccl}
         else:
             shared |= {MASTER_ADDR: master_addr, MASTER_PORT: str(master_port)}
-            if (interface := interface_of(shared.get(MACHINE_ADDRESS_VARIABLE))) is not None:
+            if interface is not None:
                 # Else Gloo takes the one of the host's name, and NCCL its first.
                 shared = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **shared}
             if node_rank == 0:

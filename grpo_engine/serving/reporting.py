@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +36,7 @@ from grpo_engine.wire.supervisor import (
     WaitsFor,
     WriteFault,
 )
+from grpo_engine.wire.unix_peers import peer_of
 
 CHECK_EVERY_S = 1.0
 SEND_EVERY_S = REPORT_VALID_S / 3
@@ -44,8 +44,6 @@ SEND_EVERY_S = REPORT_VALID_S / 3
 SHORT_WAIT_S = 3.0
 """A wait that is no longer is part of the work, and not reported."""
 SEND_WITHIN_S = 2.0
-_UCRED = struct.Struct("iII")
-"""Pid, uid and gid, as SO_PEERCRED gives them (unix(7))."""
 FULL_BYTES = 1 << 20
 """With less, hardly anything can be written."""
 
@@ -212,7 +210,7 @@ def send_to_supervisor(
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(SEND_WITHIN_S)
         connection.connect(path)
-        _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        _, uid = peer_of(connection)
         if uid not in (0, os.geteuid(), run_folder.stat().st_uid):
             raise PermissionError(f"user {uid} listens in place of the supervisor")
         connection.sendall(to_line(report))

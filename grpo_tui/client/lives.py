@@ -249,13 +249,14 @@ def copy_checkpoint(checkpoint: Path, save_path: Path) -> None:
         CheckpointError: it was removed meanwhile, the disk is full, or there is a link in it, whose target may be any
             file or folder of ours.
     """
-    links = (entry.path for entry in _entries_below(checkpoint) if entry.is_symlink())
-    if link := checkpoint if checkpoint.is_symlink() else next(links, None):
-        raise CheckpointError(
-            f"{link} is a link, and its target would be copied to the branch: put a copy in its place"
-        )
-    if pipe := next(filter(_is_pipe_or_device, _entries_below(checkpoint)), None):
-        raise CheckpointError(f"{pipe.path} is no regular file, and a trainer would wait for it: remove it")
+    what_of_link = "is a link, and its target would be copied to the branch: put a copy in its place"
+    if checkpoint.is_symlink():
+        raise CheckpointError(f"{checkpoint} {what_of_link}")
+    for entry in _entries_below(checkpoint):
+        if entry.is_symlink():
+            raise CheckpointError(f"{entry.path} {what_of_link}")
+        if _is_pipe_or_device(entry):
+            raise CheckpointError(f"{entry.path} is no regular file, and a trainer would wait for it: remove it")
     partial = save_path / f".{checkpoint.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
     try:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -27,14 +25,13 @@ from grpo_engine.wire.supervisor import (
     Subscribe,
     read_from_daemon,
 )
+from grpo_engine.wire.unix_peers import peer_of
 from grpo_tui.paths import socket_path
 from grpo_tui.supervisor.keeper.proc import user_name
 from grpo_tui.supervisor.lock import read_address
 
 HELLO_LIMIT_S = 3.5
 """A supervisor answers within milliseconds, whatever its services do; one that takes longer than this hangs."""
-_UCRED = struct.Struct("iII")
-"""Pid, uid and gid, as SO_PEERCRED gives them (unix(7))."""
 Do = Literal["status", "start", "stop", "restart", "kill", "down"]
 
 
@@ -115,19 +112,18 @@ class Daemon:
             writer.transport.abort()
 
     def _listener(self, writer: asyncio.StreamWriter) -> int:
-        """Pid of the process that listens: the kernel's word, since a foreign one may name any process.
+        """Pid of the process that listens.
 
         Raises:
             PeerError: it is neither of this user nor of the owner of the run folder.
         """
-        credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        pid, uid, _ = _UCRED.unpack(credentials)
+        pid, uid = peer_of(writer.get_extra_info("socket"))
         trusted = {os.geteuid()}
         with suppress(OSError):  # a folder that was deleted
             trusted.add(self.run_folder.stat().st_uid)
         if uid not in trusted:
             raise PeerError(f"{self.run_folder}: user {user_name(uid)} (pid {pid}) listens in place of its supervisor")
-        return int(pid)
+        return pid
 
     async def _shake_hands(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, any_version: bool

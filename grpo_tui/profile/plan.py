@@ -144,9 +144,11 @@ def plan_text(plan: Plan, loaded: LoadedProfile) -> str:
 
 def _devices(launch: Launch, plan: Plan) -> str:
     """What a service takes of a cluster."""
+    if not launch.num_devices:
+        return ""
     count = planned_machines(launch, plan.cluster)
-    if not launch.num_devices or count == 1:
-        return f"{launch.num_devices} devices of a machine of the cluster" if launch.num_devices else ""
+    if count == 1:
+        return f"{launch.num_devices} devices of a machine of the cluster"
     if count is None:
         return f"{launch.num_devices} devices of the cluster, on one machine or on the fewest with equal shares of them"
     return f"{launch.num_devices} devices on {count} machines of the cluster, {launch.num_devices // count} of each"
