@@ -3,7 +3,7 @@
     python -m torch.distributed.run --nproc-per-node 2 benchmarks/_trl_colocate.py --model FOLDER [--steps 20]
 
 Rank 0 prints one JSON object: tokens a second of whole steps (sampling, waking, training; prompts included), seconds a
-step and of generation, and peak memory. A rank that fails prints one that says why. Each rank samples and trains 16
+step and of generation, and peak memory. A rank that fails prints one that says why. Each rank samples and trains `--rows`
 sequences a step, in groups of four, of our generated prompts with verifiable instructions; completions have their full
 length, since the end token is ignored. TRL as its users set it up for speed: bf16 weights, vLLM's sleep mode, no
 recompute, Liger where it is installed. One process steps with bitsandbytes' 8-bit AdamW, several with FSDP2 and torch's
@@ -37,8 +37,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_engine.environments.tasks.ifeval.task import IFEval
 
-GROUP, ROWS_A_STEP, ROWS_AT_ONCE = 4, 16, 4
-"""Completions of a prompt, sequences of a rank and step, and of a micro-batch: those of the colocated profile."""
+GROUP, ROWS_AT_ONCE = 4, 4
+"""Completions of a prompt, and sequences of a micro-batch: those of the colocated profile."""
 UNCOUNTED = 2
 """First steps, which compile."""
 
@@ -85,7 +85,7 @@ def config(options: argparse.Namespace, folder: str) -> GRPOConfig:
         bf16=not is_cpu,
         use_cpu=is_cpu,
         per_device_train_batch_size=ROWS_AT_ONCE,
-        gradient_accumulation_steps=ROWS_A_STEP // ROWS_AT_ONCE,
+        gradient_accumulation_steps=options.rows // ROWS_AT_ONCE,
         num_generations=GROUP,
         max_completion_length=options.max_tokens,
         max_steps=options.steps + UNCOUNTED,
@@ -150,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=16, help="sequences of a rank and step; the colocated profile has 16")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.38)

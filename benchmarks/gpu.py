@@ -233,11 +233,12 @@ def stack(bench: Bench) -> None:
 
 
 def trl(bench: Bench) -> None:
-    """TRL's colocated trainer, with as many sequences a GPU and step as the colocated profile has."""
+    """TRL's colocated trainer; the ratio holds where `--trl-rows` is what a GPU of the runs has in a step."""
     options = bench.options
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     argv += ["--nproc-per-node", str(options.trl_processes), str(HERE / "_trl_colocate.py")]
     argv += ["--model", bench.model, "--steps", str(options.trl_steps), "--device", options.device]
+    argv += ["--rows", str(options.trl_rows)]
     path = bench.fleet.folder / "trl.log"
     with path.open("wb") as log:
         done = subprocess.run(argv, env=bench.fleet.environment, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -380,6 +381,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--down-limit", type=float, help="seconds that services get to end; default: their own")
     parser.add_argument("--trl-processes", type=int, default=1, help="one a GPU")
     parser.add_argument("--trl-steps", type=int, default=20)
+    parser.add_argument("--trl-rows", type=int, default=16, help="sequences of a GPU and step")
     parser.add_argument("--record", type=int, help="the run of this number (0 is the first) is recorded")
     return parser
 
