@@ -46,6 +46,13 @@ def others_may_write(folder: str | os.PathLike[str]) -> bool:
     return status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & 0o022)
 
 
+def others_may_rename_in(folder: Path) -> bool:
+    """Whether another user, but root, may rename our files in a folder, and so put one in the place of another."""
+    return others_may_write(folder) and (
+        not (status := folder.stat()).st_mode & stat.S_ISVTX or status.st_uid not in (0, os.geteuid())
+    )
+
+
 def is_of_others(file: Path, working_directory: Path) -> bool:
     """Whether a stranger made a file, a link to it or its folder, or every user may write to one of them.
 

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from grpo_engine.errors import CheckpointError, ConfigError
 from grpo_engine.export.config import ExportConfig
+from grpo_engine.python_command import others_may_rename_in
 from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, CheckpointMarker, files_of, open_regular
 from grpo_engine.wire.codec import MAX_FILE_BYTES, first_fault
 from grpo_engine.wire.run_folder import CHECKPOINT_MARKER
@@ -108,29 +109,41 @@ def _new_folder(final: Path) -> Iterator[Path]:
         raise ConfigError(f"{final}: is a file: choose another folder")
     partial = final.with_name(f".{final.name}.partial")
     claim = _claim(partial)
+    ours = Path(f"/proc/{os.getpid()}/fd/{claim}")  # also where another user has put a folder of links in its place
     try:
-        for left in partial.iterdir():  # of an export that was killed
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        yield partial
+        _empty(ours)  # of an export that was killed
+        yield ours
+        if not os.path.samestat(partial.lstat(), os.fstat(claim)):
+            raise CheckpointError(f"{partial}: another user put something in its place: choose a folder of your own")
+        os.umask(umask := os.umask(0o077))
+        with suppress(PermissionError):
+            os.fchmod(claim, os.fstat(claim).st_mode & 0o7777 | 0o777 & ~umask)
         partial.rename(final)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+    except BaseException as error:
+        with suppress(OSError):
+            _empty(ours)
+            partial.rmdir()
+        if not isinstance(error, OSError):
+            raise
         raise CheckpointError(f"{final}: cannot be written: {error}; make room, or choose another folder") from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     finally:
         os.close(claim)
 
 
+def _empty(folder: Path) -> None:
+    for left in folder.iterdir():
+        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+
+
 def _claim(partial: Path) -> int:
-    """Make a folder; a descriptor that locks it until it is closed or this process exits.
+    """Make a folder, closed to others; a descriptor that locks it until it is closed or this process exits.
 
     Raises:
-        ConfigError: it cannot be made, another export has locked it, or it is of another user.
+        ConfigError: it cannot be made, another export has locked it, or it is of another user, or has files where
+            another user may have put a folder of ours.
     """
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(0o700, parents=True, exist_ok=True)
         claim = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise ConfigError(f"{partial}: cannot be written: {error.strerror}; choose another folder") from None
@@ -138,6 +151,10 @@ def _claim(partial: Path) -> int:
         if os.fstat(claim).st_uid != os.geteuid():
             raise ConfigError(f"{partial}: belongs to another user: choose another folder")
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.listdir(claim) and others_may_rename_in(partial.parent):
+            raise ConfigError(f"{partial}: has files, maybe put there by another user: look at them, and remove it")
+        with suppress(PermissionError):  # a file system without modes
+            os.fchmod(claim, os.fstat(claim).st_mode & 0o7700)
     except BlockingIOError:
         os.close(claim)
         raise ConfigError(f"{partial}: another export writes it: wait for it, or choose another folder") from None

@@ -66,14 +66,14 @@ def require_adapter(folder: Path) -> None:
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
             ranks = {file.get_slice(name).get_shape()[0] for name in file.keys() if ".lora_A." in name}  # noqa: SIM118
     except (OSError, ValueError, RecursionError, IndexError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from None
+        raise CheckpointError(f"{ADAPTER_CONFIG}: damaged: {error}") from None
     targets = table.get("target_modules") if isinstance(table, dict) else None
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-        raise CheckpointError(f"{path}: damaged: target_modules is no list of names")
+        raise CheckpointError(f"{ADAPTER_CONFIG}: damaged: target_modules is no list of names")
     if patterns := [name for name in _PATTERNS if table.get(name)]:
-        raise CheckpointError(f"{path}: {', '.join(patterns)}: an adapter with these is not exported: remove them")
+        raise CheckpointError(f"{ADAPTER_CONFIG}: {', '.join(patterns)}: an adapter with these is not exported")
     if table.get("peft_type") != "LORA" or list(ranks) != [table.get("r")]:
-        raise CheckpointError(f"{path}: damaged: no LoRA of the rank that its tensors have")
+        raise CheckpointError(f"{ADAPTER_CONFIG}: damaged: no LoRA of the rank that its tensors have")
 
 
 def name_base(folder: Path, marker: CheckpointMarker) -> None:

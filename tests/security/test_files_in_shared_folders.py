@@ -13,6 +13,7 @@ from stage import Stage
 
 from grpo_engine.bridges.memory.turn_lock import TurnLock
 from grpo_engine.errors import BridgeError, CheckpointError, ConfigError, GrpoError
+from grpo_engine.export.main import _new_folder
 from grpo_engine.own_file import open_own_file
 from grpo_engine.serving.reporting import send_to_supervisor
 from grpo_engine.train.checkpointing.checkpoints import locked
@@ -179,3 +180,47 @@ def test_a_service_reports_nothing_to_another_user_in_place_of_its_supervisor(tm
         connection, _ = listener.accept()
         with connection:
             assert connection.recv(1) == b""
+
+
+def test_an_export_writes_into_no_folder_that_others_put_in_the_place_of_its_own(tmp_path: Path) -> None:
+    shared, victim = tmp_path / "shared", tmp_path / "victim"
+    shared.mkdir()
+    shared.chmod(0o2775)  # a group's, without a sticky bit
+    victim.write_text("precious")
+    partial = shared / ".out.partial"
+
+    def export() -> None:
+        with _new_folder(shared / "out") as own:
+            assert not partial.stat().st_mode & 0o077
+            partial.rename(shared / "theirs")
+            partial.mkdir()
+            (partial / "README.md").symlink_to(victim)
+            (own / "README.md").write_text("# A model")
+            assert (shared / "theirs" / "README.md").read_text() == "# A model"
+
+    with pytest.raises(CheckpointError, match="another user put something in its place"):
+        export()
+    assert victim.read_text() == "precious"
+    assert not (shared / "out").exists()
+
+
+def test_an_export_empties_no_folder_of_ours_that_others_called_one_of_a_killed_export(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    (shared / ".out.partial").mkdir(parents=True)
+    (shared / ".out.partial" / "thesis.tex").write_text("precious")  # renamed by another user
+    shared.chmod(0o775)
+    with pytest.raises(ConfigError, match="look at them, and remove it"), _new_folder(shared / "out"):
+        pass
+    assert (shared / ".out.partial" / "thesis.tex").read_text() == "precious"
+
+
+def test_an_exported_folder_has_the_permissions_of_the_umask_once_it_is_whole(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with _new_folder(tmp_path / "out") as own:
+            assert stat.S_IMODE(own.stat().st_mode) == 0o700
+            (own / "file").touch()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
