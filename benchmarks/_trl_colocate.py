@@ -3,11 +3,11 @@
     python -m torch.distributed.run --nproc-per-node 2 benchmarks/_trl_colocate.py --model FOLDER [--steps 20]
 
 Rank 0 prints one JSON object: tokens a second of whole steps (sampling, waking, training; prompts included), seconds a
-step and of generation, and peak memory. A rank that fails prints one that says why. Each rank samples and trains `--rows`
-sequences a step, in groups of four, of our generated prompts with verifiable instructions; completions have their full
-length, since the end token is ignored. TRL as its users set it up for speed: bf16 weights, vLLM's sleep mode, no
-recompute, Liger where it is installed. One process steps with bitsandbytes' 8-bit AdamW, several with FSDP2 and torch's
-fused one in bf16, whose sharded states fit.
+step and of generation, and peak memory. A rank that fails prints one that says why. Each rank samples and trains
+`--rows` sequences a step, in groups of four, of our generated prompts with verifiable instructions; completions have
+their full length, since the end token is ignored. TRL as its users set it up for speed: bf16 weights, vLLM's sleep
+mode, no recompute, Liger where it is installed. One process steps with bitsandbytes' 8-bit AdamW, several with FSDP2
+and torch's fused one in bf16, whose sharded states fit.
 
 What else differs: TRL shares no prompt between rows and adds a forward pass for the old log-probabilities where
 vLLM's are corrected for. `--device cpu` rehearses the rest: there Transformers generates, since TRL 1.16 cannot load
@@ -150,7 +150,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rows", type=int, default=16, help="sequences of a rank and step; the colocated profile has 16")
+    parser.add_argument(
+        "--rows", type=int, default=16, help="sequences of a rank and step; the colocated profile has 16"
+    )
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.38)
