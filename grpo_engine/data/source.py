@@ -52,6 +52,9 @@ _TOKEN_MARKS = 4
 """With lists for distillation a token has two brackets, and its text some quotes."""
 _TOKEN_BYTES = 128
 """Generous: with id, label, log-prob and policy version a token has about 40 bytes in JSON, and its text has some."""
+_MOST_TIMES_ASKED = 4
+"""Sequences of a batch, of those that were asked for: each takes the memory of the longest, and a batch may have been
+made for an earlier trainer that asked for more."""
 _SAY_AGAIN_S = 60.0
 """Between two log lines with the same message, and before the first that there is no batch."""
 
@@ -215,6 +218,7 @@ class RolloutApiSource:
             self._say(self._why_none)
         if not response.batch:
             return None
+        self._check_size(response.batch)
         self._lease, self._is_used = response.lease or "", False
         self._environments, self._idle, self._ahead = response.environments, response.idle, response.ahead
         is_bounded = self._registration is not None and self._registration.max_staleness is not None
@@ -370,6 +374,16 @@ class RolloutApiSource:
         asked = self._registration
         num_tokens = 0 if asked is None else asked.batch_size * max(asked.max_token_len, 0)
         return allowing(*batch_limits(num_tokens))
+
+    def _check_size(self, batch: list[ScoredGroup]) -> None:
+        if (asked := self._registration) is None:
+            return
+        num_sequences = sum(len(group.tokens) for group in batch)
+        if num_sequences > _MOST_TIMES_ASKED * asked.batch_size:
+            raise PeerError(
+                f"{self.url}/batch: {num_sequences} sequences where {asked.batch_size} were asked for: is another run "
+                "using this rollout API? Restart it without what it has queued"
+            )
 
     def _ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
         try:

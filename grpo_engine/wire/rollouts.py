@@ -336,7 +336,7 @@ class BatchResponse(Message):
     batch: list[ScoredGroup] | None
     status: str | None = None
     message: str | None = None
-    lease: str | None = None
+    lease: str | None = Field(None, max_length=256)
     """Send it as `?ack=` of the next `GET /batch`; a batch that is not acknowledged is offered again."""
     environments: dict[int, str] = Field(default_factory=dict)
     """Names by the environment ids of its groups; stable across restarts (`sort6`, not `sort6_0`)."""

@@ -309,7 +309,10 @@ async def test_no_metrics_of_a_server_end_or_hang_an_environment(
 LONG = "1" + "0" * 400
 
 
-@pytest.mark.parametrize("more", [f'"num_dropped": {LONG}', f'"ahead": {{"batches": {LONG}}}'])
+LEASE = "x" * 70_000  # in an address it ended the trainer with another error than ours
+
+
+@pytest.mark.parametrize("more", [f'"num_dropped": {LONG}', f'"ahead": {{"batches": {LONG}}}', f'"lease": "{LEASE}"'])
 def test_counts_that_no_rollout_api_sends_are_no_batch(more: str) -> None:
     answer = f'{{"batch": [{{"tokens": [[1]], "masks": [[1]], "scores": [0]}}], {more}}}'
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=answer))
@@ -317,6 +320,23 @@ def test_counts_that_no_rollout_api_sends_are_no_batch(more: str) -> None:
         with pytest.raises(PeerError, match="not a batch"):
             batches.poll()
         assert batches.time_metrics() == {}
+
+
+def test_a_batch_of_many_more_sequences_than_were_asked_for_is_refused() -> None:
+    size = 32  # made for an earlier trainer
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        group = {"tokens": [[1, 2]] * size, "masks": [[-100, 2]] * size, "scores": [0] * size}
+        known = {"/register": {"uuid": 1}, "/batch": {"batch": [group]}}
+        return httpx.Response(200, json=known.get(request.url.path, {}))
+
+    with RolloutApiSource("http://127.0.0.1:1", transport=httpx.MockTransport(answer)) as batches:
+        registration = {"checkpoint_dir": "", "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 1}
+        batches.register(batch_size=8, max_token_len=64, **registration)
+        assert batches.poll() is not None
+        size = 60_000  # beside one row of 2048 tokens they took 4.9 GB
+        with pytest.raises(PeerError, match="60000 sequences where 8 were asked for"):
+            batches.poll()
 
 
 @pytest.mark.parametrize("field", ["queue_size", "env_weight", "may_start", "current_step"])
