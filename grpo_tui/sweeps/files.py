@@ -42,8 +42,7 @@ def holder_of(sweep_folder: Path) -> int | None:
         status = (sweep_folder / SWEEP_LOCK_FILE).lstat()
     except OSError:
         return None
-    pid = lock_holder(status) if stat.S_ISREG(status.st_mode) else None
-    return pid if pid is not None and _works_on(pid, sweep_folder) else None
+    return lock_holder(status, lambda pid: _works_on(pid, sweep_folder)) if stat.S_ISREG(status.st_mode) else None
 
 
 def _works_on(pid: int, sweep_folder: Path) -> bool:

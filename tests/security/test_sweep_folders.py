@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -95,6 +96,32 @@ def test_a_lock_on_a_file_of_the_same_inode_elsewhere_is_another_lock(tmp_path: 
         elsewhere = os.stat_result((status.st_mode, status.st_ino, status.st_dev + 1, *status[3:]))
         assert lock_holder(status) == os.getpid()
         assert lock_holder(elsewhere) is None
+    finally:
+        os.close(descriptor)
+
+
+def test_a_lock_that_a_process_has_from_its_parent_is_not_its_own(tmp_path: Path) -> None:
+    descriptor = locked(tmp_path / "lock")
+    child = subprocess.Popen(["sleep", "60"], pass_fds=[descriptor])
+    try:
+        assert lock_holder(os.fstat(descriptor)) == os.getpid()
+        assert lock_holder(os.fstat(descriptor), lambda pid: pid == child.pid) is None
+    finally:
+        child.kill()
+        child.wait()
+        os.close(descriptor)
+
+
+def test_who_holds_a_lock_is_told_without_the_list_of_all_locks_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300,000 locks of another user, made within 3 s, take that list more than a minute to read."""
+    opened, plain = [], open
+    monkeypatch.setattr("builtins.open", lambda path, *rest, **more: opened.append(path) or plain(path, *rest, **more))
+    descriptor = locked(tmp_path / "lock")
+    try:
+        assert lock_holder(os.fstat(descriptor)) == os.getpid()
+        assert not [path for path in opened if str(path) == "/proc/locks"]
     finally:
         os.close(descriptor)
 
