@@ -34,6 +34,8 @@ TOKEN_REQUIRED = (
 TOKEN_HEADERS = {"WWW-Authenticate": "Bearer"}
 """Of an answer with status 401."""
 TOKEN_KEY = "grpo_engine.token"
+ON_TOKEN_KEY = "grpo_engine.on_token"
+"""Of a scope: what is called with the `Token` of the request, by which its connection knows who is at the other end."""
 
 
 class Token(Enum):
@@ -125,6 +127,7 @@ class AccessControl:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             token = self._token_in(headers)
+            scope.get(ON_TOKEN_KEY, _ignore)(token)
             refusal = self._refusal(scope["path"], headers, token)
             if refusal is not None:
                 await refusal(scope, receive, send)
@@ -167,3 +170,7 @@ def _credential(authorization: str) -> bytes:
         except binascii.Error:
             return b""
     return given if scheme.lower() == "bearer" else b""
+
+
+def _ignore(token: Token) -> None:
+    """Of requests that come from no connection of ours."""

@@ -7,6 +7,7 @@ of their own, which requests without it cannot fill.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -69,11 +70,9 @@ class BodyLimits:
         if num_declared is not None:
             body.check_length(num_declared)
         try:
-            if body.refusal is None:
-                await self._app(scope, body.receive, body.send)
-        except ClientDisconnect:
-            if body.refusal is None:
-                raise
+            with suppress(ClientDisconnect):  # a refused body is to the application as that; else nobody is there
+                if body.refusal is None:
+                    await self._app(scope, body.receive, body.send)
         finally:
             body.end()
         if body.refusal is not None and not body.is_answered:

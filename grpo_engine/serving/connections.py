@@ -1,5 +1,5 @@
-"""Limits of HTTP connections that uvicorn does not have: their number, the time for headers, their length, requests
-that come before the ones before them are answered, and answers that are not read."""
+"""Limits of HTTP connections that uvicorn does not have: their number, the time for headers, their length and number,
+chunks of a few bytes, requests that come before the ones before them are answered, and answers that are not read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import asyncio
 import logging
 import resource
 import time
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from grpo_engine.processes import MAX_DESCRIPTORS
-from grpo_engine.serving.access import TOKEN_KEY, Token
+from grpo_engine.serving.access import ON_TOKEN_KEY, Token
 
 HEADERS_WITHIN_S = 30.0
 """From the connection, or the first byte of a later request, to the end of its headers; uvicorn waits without end."""
@@ -26,9 +29,18 @@ RESERVED_SHARE = 1 / 8
 """Of the descriptors, for files, and for connections that are accepted at once."""
 MAX_HEADERS_BYTES = 64 * 1024
 """Of headers, and of what follows the chunks of a body (trailers). As h11 has it; httptools has none."""
-MAX_PIPELINED = 32
+MAX_HEADERS = 100
+"""Of a request, trailers too. One of four bytes takes 150: in 800 connections 52 MB of them took 1.2 GB, and held the
+event loop for 18 s."""
+MAX_SMALL_CHUNKS = 1000
+"""Chunks of a body beyond one for each `LEAST_CHUNK_BYTES`: 60 MB of those of one byte held the event loop for 13 s."""
+LEAST_CHUNK_BYTES = 64
+MAX_PIPELINED = 1
 """Requests of a connection that wait for an answer to an earlier one; with httptools uvicorn queues them without end,
-and parses a read of 256 KiB at once, which may be 6000 of them. h11 queues none. Our clients send none."""
+and parses a read of 256 KiB at once, which may be 6000 of them. h11 queues none. A client may send one when it has read
+the last part of a streamed answer, before uvicorn knows that it was the last."""
+MAX_WITHOUT_TOKEN = 2048
+"""Connections whose last request lacked the token of a service that has one."""
 WARN_EVERY_S = 60.0
 """Of each warning of uvicorn: it has one for every malformed request, and a client could fill a disk with them."""
 
@@ -58,6 +70,40 @@ def max_connections() -> int:
     return int((1 - RESERVED_SHARE) * (MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft))
 
 
+class Strangers:
+    """Connections of one server that have not shown its token, in the order in which another takes their place."""
+
+    def __init__(self) -> None:
+        kinds = ((is_wrong, is_busy) for is_busy in (False, True) for is_wrong in (True, False))
+        self._kinds: dict[tuple[bool, bool], OrderedDict[LimitedProtocol, None]] = {
+            kind: OrderedDict() for kind in kinds
+        }
+        """Each in the order in which they became so: idle ones before those with a request that is being answered."""
+
+    def put(self, connection: LimitedProtocol, *, is_busy: bool) -> None:
+        """It is one, and now the newest of its kind."""
+        self.remove(connection)
+        self._kinds[connection.token is Token.WRONG, is_busy][connection] = None
+
+    def remove(self, connection: LimitedProtocol) -> None:
+        """It has shown the token, or is closed."""
+        for each in self._kinds.values():
+            each.pop(connection, None)
+
+    def num_wrong(self) -> int:
+        """Those with a request that lacked the token of a service that has one."""
+        return sum(len(each) for (is_wrong, _), each in self._kinds.items() if is_wrong)
+
+    def first(self, *, is_wrong: bool) -> LimitedProtocol | None:
+        """The one to close; only one of `num_wrong` if `is_wrong`."""
+        kinds = (each for (lacks, _), each in self._kinds.items() if each and (lacks or not is_wrong))
+        return next((next(iter(each)) for each in kinds), None)
+
+
+_strangers: WeakKeyDictionary[Any, Strangers] = WeakKeyDictionary()
+"""By the state of a uvicorn server."""
+
+
 class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     """uvicorn's protocol, which also closes a connection whose headers do not come to their end."""
 
@@ -65,31 +111,33 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     """Closes the connection, unless headers are complete before."""
     _reading: asyncio.TimerHandle | None = None
     """Closes the connection, unless enough of the answer is read before."""
-    opened_at = 0.0
+    token: Token | None = None
+    """What its last request had of the service's token; None before the first."""
+    _answering: Any = None
+    """uvicorn's cycle of the request that is being answered, or was last; `cycle` is that of the newest one."""
     _is_in_headers = False
     _num_header_bytes = 0
+    _num_headers = 0
     _num_read_bytes = 0
+    _num_body_bytes = 0
+    _num_chunks = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Wait for the first request; one connection too many takes the place of one without the token."""
         super().connection_made(transport)
         self.ws_protocol_class = None  # no route has websockets, whose connections know no token
         self._begin_wait()
-        self.opened_at = self.loop.time()
-        if len(self.connections) > max_connections():
-            others = [each for each in self.connections if each is not self and not each.has_token]
-            if others:
-                min(others, key=lambda each: (each.is_busy, each.opened_at)).transport.abort()
+        self._strangers = _strangers.setdefault(self.server_state, Strangers())
+        if len(self.connections) > max_connections() and (other := self._strangers.first(is_wrong=False)) is not None:
+            other.abort()
+        self._strangers.put(self, is_busy=False)
 
-    @property
-    def has_token(self) -> bool:
-        """Whether its last request had the service's token."""
-        return self.cycle is not None and self.cycle.scope.get(TOKEN_KEY) is Token.RIGHT
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request is being answered."""
-        return self.cycle is not None and not self.cycle.response_complete
+    def abort(self) -> None:
+        """Close it, whatever it is doing."""
+        self._strangers.remove(self)
+        self.connections.discard(self)
+        self._stop_answering()
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Read a part of a request."""
@@ -109,19 +157,27 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         """Count the headers that begin; only httptools calls this and the following."""
         super().on_message_begin()
         self._is_in_headers, self._num_header_bytes = True, 0
+        self._num_headers = self._num_body_bytes = self._num_chunks = 0
 
     def on_chunk_header(self) -> None:
         """Count what follows, unless it is a part of the body; the chunks before it may have come in the same read."""
         self._is_in_headers, self._num_header_bytes = True, -self._num_read_bytes
+        self._num_chunks += 1
+        if self._num_chunks > MAX_SMALL_CHUNKS + self._num_body_bytes // LEAST_CHUNK_BYTES:
+            raise ValueError(f"the chunks of a body have less than {LEAST_CHUNK_BYTES} bytes on average")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header, and no trailer: uvicorn adds it to the headers of the request, which is being answered."""
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            raise ValueError(f"more than {MAX_HEADERS} headers")
         if self.cycle is None or self.scope is not self.cycle.scope:
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
         self._is_in_headers = False
+        self._num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -134,7 +190,41 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         self._is_in_headers = False
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError(f"more than {MAX_PIPELINED} requests before the first is answered")
+        self.scope[ON_TOKEN_KEY] = self._on_token
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answering = self.cycle
+
+    def on_response_complete(self) -> None:
+        """The next request may be answered; without one the connection is idle."""
+        following = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
+        self._answering = following or self._answering
+        if following is None and self.token is not Token.RIGHT and self in self.connections:
+            self._strangers.put(self, is_busy=False)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what came; a request before it is not answered any more."""
+        self._stop_answering()
+        super().send_400_response(msg)
+
+    def _on_token(self, token: Token) -> None:
+        """A request is being answered; with many that lack the token it takes the place of another."""
+        self.token = token
+        if self not in self.connections:
+            return
+        if token is Token.RIGHT:
+            self._strangers.remove(self)
+            return
+        self._strangers.put(self, is_busy=True)
+        if self._strangers.num_wrong() > MAX_WITHOUT_TOKEN and (other := self._strangers.first(is_wrong=True)):
+            other.abort()
+
+    def _stop_answering(self) -> None:
+        """Have the request that is being answered end as for a client that is gone; uvicorn tells only the newest."""
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
 
     def pause_writing(self) -> None:
         """More of an answer is there than the client has read: it is to read on."""
@@ -150,6 +240,8 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         """Nothing is left to close."""
         self._end_wait()
         self._end_reading()
+        self._strangers.remove(self)
+        self._stop_answering()
         super().connection_lost(exc)
 
     def _begin_wait(self) -> None:
@@ -162,8 +254,8 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         unread = self.transport.get_write_buffer_size()
 
         def look_again() -> None:
-            if not self.has_token and self.transport.get_write_buffer_size() > unread - LEAST_READ_BYTES:
-                self.transport.abort()
+            if self.token is not Token.RIGHT and self.transport.get_write_buffer_size() > unread - LEAST_READ_BYTES:
+                self.abort()
             else:
                 self._await_reader()
 
