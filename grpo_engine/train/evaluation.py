@@ -12,13 +12,14 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from statistics import fmean
 
 import torch
 
 from grpo_engine.algo.evaluation import avg_at_k, ks_up_to, over_prompts, pass_at_k
 from grpo_engine.data.rollout_source import RolloutSource
-from grpo_engine.errors import GrpoError, PeerUnavailable
+from grpo_engine.errors import GrpoError, PeerUnavailable, first_of
 from grpo_engine.retrying import never
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.wire.metrics import EVALUATION_PREFIX
@@ -30,6 +31,8 @@ _HOLD_S = 1.0
 """Long-poll time of the API; a stop request is seen after at most this time."""
 _PAUSE_S = 0.25
 """Between two requests to an API that does not answer."""
+_MOST_NAMED = 1000
+"""Environments with metrics of their own, which take a millisecond each."""
 
 
 class Evaluator:
@@ -112,7 +115,7 @@ class Evaluator:
             if state is not None and state.is_over:
                 return state
             if left_s <= 0:
-                waited_for = ", ".join(state.waiting_for) if state else ""
+                waited_for = first_of(state.waiting_for) if state else ""
                 log.warning(
                     "evaluation of step %d: not complete within %g s (eval_timeout_s); no answer from %s; skipped",
                     order.step,
@@ -126,20 +129,22 @@ class Evaluator:
 def answer_problems(state: EvaluationState) -> list[str]:
     """What is wrong with the answers, for the log."""
     found = [f"{named.environment}: {named.answer.problem}" for named in state.answers if named.answer.problem]
+    if (num_more := len(found) - _MOST_NAMED) > 0:
+        found[_MOST_NAMED:] = [f"{num_more} more environments have no results"]
     if state.missing:
-        found.append(f"{', '.join(state.missing)} disconnected without an answer")
+        found.append(f"{first_of(state.missing)} disconnected without an answer")
     if not _usable(state) and not found and state.is_over:
-        who = f"none of {', '.join(state.unable)} evaluates" if state.unable else "there is no environment"
+        who = f"none of {first_of(state.unable)} evaluates" if state.unable else "there is no environment"
         found.append(f"{who}: use environments of grpo-engine, or set eval_every 0; skipped")
     off = Counter(
-        ", ".join(map(str, versions))
+        first_of(map(str, versions))
         for named in _usable(state)
         for prompt in named.answer.policy_versions or []
         for versions in prompt
         if versions != [state.order.policy_version]
     )
     if off:
-        others = "; ".join(f"{count} by version {versions}" for versions, count in sorted(off.items()))
+        others = first_of((f"{count} by version {versions}" for versions, count in sorted(off.items())), separator="; ")
         found.append(
             f"{sum(off.values())} completions were not sampled by the published version "
             f"{state.order.policy_version} ({others}): with a bridge that publishes every few steps, set eval_every "
@@ -149,7 +154,7 @@ def answer_problems(state: EvaluationState) -> list[str]:
 
 
 def evaluation_metrics(state: EvaluationState) -> dict[str, float]:
-    """Metrics of all environments together, and of each where there are several; empty without an answer.
+    """Metrics of all environments together, and of the first ones where there are several; empty without an answer.
 
     The joint metrics are left out when an environment is missing, so that a curve does not jump.
     """
@@ -159,7 +164,7 @@ def evaluation_metrics(state: EvaluationState) -> dict[str, float]:
     if usable and is_whole:
         metrics |= _metrics_of([named.answer for named in usable], state.order, EVALUATION_PREFIX)
     if len(usable) > 1 or not is_whole:
-        for name, answer in _by_name(usable).items():
+        for name, answer in islice(_by_name(usable).items(), _MOST_NAMED):
             metrics |= _metrics_of([answer], state.order, f"{EVALUATION_PREFIX}{name}/")
     return metrics
 

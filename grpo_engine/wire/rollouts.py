@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, FiniteFloat
 
-from grpo_engine.wire.codec import Message
+from grpo_engine.wire.codec import Message, Reason
 
 MASKED_LABEL = -100
 """Label of a position that is not trained, in `ScoredGroup.masks`."""
@@ -33,6 +33,8 @@ def _is_printable(name: str) -> str:
 
 Name = Annotated[str, Field(max_length=256), AfterValidator(_is_printable)]
 """A name that is shown on terminals."""
+ShownName = Annotated[str, Field(max_length=1024)]
+"""A name as a rollout API tells it; a stock one has names of any characters, and adds a number to them."""
 MAX_SEQUENCES = 2**20
 """Bound on a batch or group, far above practical sizes: forming a batch takes memory proportional to its size."""
 
@@ -139,7 +141,7 @@ class EvaluationAnswer(Message):
     """Least reward of a completion that counts as solved, for pass@k."""
     time_s: float = 0.0
     """Seconds from the order to the last completion."""
-    problem: str | None = None
+    problem: Reason | None = None
     """Why there are no results."""
 
     def fault(self, order: EvaluationOrder) -> str | None:
@@ -168,9 +170,9 @@ class EvaluationAnswer(Message):
 class NamedAnswer(Message):
     """An answer with the name of the environment that gave it."""
 
-    environment: str
+    environment: ShownName
     """As registered, e.g. `sort6_0`."""
-    desired_name: str
+    desired_name: ShownName
     """Requested name, e.g. `sort6`; the same after a restart."""
     answer: EvaluationAnswer
 
@@ -338,7 +340,7 @@ class BatchResponse(Message):
     message: str | None = None
     lease: str | None = Field(None, max_length=256)
     """Send it as `?ack=` of the next `GET /batch`; a batch that is not acknowledged is offered again."""
-    environments: dict[int, str] = Field(default_factory=dict)
+    environments: dict[int, ShownName] = Field(default_factory=dict)
     """Names by the environment ids of its groups; stable across restarts (`sort6`, not `sort6_0`)."""
     idle: IdleTimes | None = None
     """Absent for a batch that is offered again, and from a stock API."""

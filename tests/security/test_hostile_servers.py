@@ -21,6 +21,7 @@ from bridging import bridge_context
 from environment_runs import served_run, settings
 from fastapi import FastAPI
 from fastapi.responses import Response
+from pydantic import ValidationError
 from rollout_fakes import FakeTokenizer, fake_inference
 from training import settings as train_settings
 
@@ -36,10 +37,16 @@ from grpo_engine.environments.sampling.groups import Completions, NotFinite, che
 from grpo_engine.environments.status_requests import BatchLimits
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.models.same_model import is_same_model
-from grpo_engine.train.evaluation import Evaluator
+from grpo_engine.train.evaluation import Evaluator, answer_problems, evaluation_metrics
 from grpo_engine.wire.codec import Message
 from grpo_engine.wire.inference import BridgeInfo, JoinAnswer, ReceiveAnswer, SleepAnswer
-from grpo_engine.wire.rollouts import EnvironmentStatus, EvaluationOrder, RegisterEnvironmentResponse
+from grpo_engine.wire.rollouts import (
+    EnvironmentStatus,
+    EvaluationOrder,
+    EvaluationState,
+    NamedAnswer,
+    RegisterEnvironmentResponse,
+)
 
 ONE = {"text": ["ab"], "prompt": "", "finish_reasons": ["stop"], "logprobs": [[[{"7": -0.5}], [{"0": -0.5}]]]}
 ANSWERED = {"rewards": [[1.0, 0.0]], "lengths": [[1, 1]], "truncated": [[False, False]]}
@@ -154,6 +161,29 @@ def test_an_evaluation_that_does_not_match_its_order_is_skipped(
     with RolloutApiSource("http://api", transport=httpx.MockTransport(answer)) as source:
         assert Evaluator(config, source).measure_if_due(0, 0) == {}
     assert "evaluation of step 0: the rollout API has another answer" in caplog.text
+
+
+def test_an_evaluation_of_environments_and_texts_without_end_gives_bounded_metrics_and_log_lines() -> None:
+    def named(number: int, **changes: Any) -> NamedAnswer:
+        answer = {"env_id": number, **ANSWERED, **changes}
+        return NamedAnswer.model_validate(
+            {"environment": f"a_{number}", "desired_name": f"a{number}", "answer": answer}
+        )
+
+    def over(answers: list[NamedAnswer], **changes: Any) -> EvaluationState:
+        order = EvaluationOrder(id="a", step=0, policy_version=0, num_prompts=1, num_samples=2)
+        lists = {"waiting_for": [], "missing": [], "unable": [], **changes}
+        return EvaluationState(order=order, is_over=True, answers=answers, **lists)
+
+    names = {name.split("/")[1] for name in evaluation_metrics(over([named(number) for number in range(1500)]))}
+    assert len(names) < 1100  # 30,000 of them, 7 MB, held a trainer for more than 40 s
+    many = ["x" * 100] * 100_000
+    versions = [[list(range(100_000)), [0]]]
+    problems = answer_problems(over([named(0, problem="y" * 10**7), named(1, policy_versions=versions)], missing=many))
+    assert sum(map(len, problems)) < 10_000
+    assert sum(map(len, answer_problems(over([], unable=many)))) < 10_000
+    with pytest.raises(ValidationError, match="environment"):
+        NamedAnswer.model_validate({**named(0).model_dump(), "environment": "x" * 10**6})
 
 
 async def test_an_order_of_more_completions_than_fit_in_memory_is_answered_with_the_reason() -> None:
