@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from glob import escape
 from pathlib import Path
 
 from grpo_engine.errors import GrpoError
@@ -123,13 +122,7 @@ def remove_folders(run: str, known: Path | None) -> tuple[list[str], list[str]]:
     Returns the removed folders that were not empty, and a line for each file that could not be removed.
     """
     removed, left = [], []
-    stems = {base: f"{_stem(run, base)}-" for base in _bases()}
-    named = {
-        path
-        for base, stem in stems.items()
-        for path in base.glob(f"{escape(stem)}*")
-        if CHANCE.fullmatch(path.name.removeprefix(stem))  # not of a run whose longer name begins with this one
-    }
+    named = {path for base in _bases() for path in _named(base, f"{_stem(run, base)}-")}
     for folder in sorted(named | ({known} if known is not None else set())):
         if not _is_ours(folder):
             continue
@@ -142,6 +135,15 @@ def remove_folders(run: str, known: Path | None) -> tuple[list[str], list[str]]:
         else:
             removed += [] if was_empty else [str(folder)]
     return removed, left
+
+
+def _named(base: Path, stem: str) -> Iterator[Path]:
+    """The folders of a run, also where another user has made a million files of such names."""
+    with suppress(OSError), os.scandir(base) as entries:
+        for entry in entries:  # not of a run whose longer name begins with this one
+            is_named = entry.name.startswith(stem) and CHANCE.fullmatch(entry.name.removeprefix(stem))
+            if is_named and entry.is_dir(follow_symlinks=False):
+                yield Path(entry.path)
 
 
 def _bases() -> tuple[Path, ...]:

@@ -154,6 +154,20 @@ def test_the_folder_of_a_run_whose_longer_name_begins_with_this_one_is_left_alon
     assert list(outside.iterdir()) == [longer]
 
 
+def test_of_files_with_the_name_of_a_runs_folder_nothing_is_asked(
+    outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user made a million of them: to ask each for its owner held the end of a run for two minutes."""
+    folder = temporary.make_folder(RUN)
+    for number in range(3):
+        (outside / f"grpo-{RUN}-0000000{number}").touch()
+    asked = []
+    monkeypatch.setattr(temporary, "_is_ours", lambda path: asked.append(path) or True)
+    assert temporary.remove_folders(RUN, None)[1] == []
+    assert {path for path in asked if path.parent == outside and path.name.startswith("grpo-")} == {folder}
+    assert len(os.listdir(outside)) == 3
+
+
 def test_a_path_that_cannot_be_removed_is_named(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = temporary.make_folder(RUN)
 
