@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from grpo_engine.config import Config, ConfigT
 from grpo_engine.errors import BridgeError, GrpoError, ModelError
 from grpo_engine.flags import flags_of, parse_flags
+from grpo_engine.forking import keep_forkable
 from grpo_engine.other_names import COLOCATE
 from grpo_engine.own_file import open_own_file
 from grpo_engine.python_command import module_command
@@ -242,9 +243,7 @@ def _start_ranks(config: TrainerConfig, argv: Sequence[str]) -> int:
     restarts_file = os.environ.pop(RESTARTS_VARIABLE, None)
     restarts = RankRestarts(Path(restarts_file)) if restarts_file else None
     share_cores(os.environ, num_local)
-    os.environ.setdefault(
-        "OPENBLAS_NUM_THREADS", "1"
-    )  # numpy starts these threads at import, and a fork must have none
+    keep_forkable(os.environ)
     from grpo_engine.serving.reporting import ranks_report
     from grpo_engine.serving.turn import begin_in_turn
 

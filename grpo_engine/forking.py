@@ -5,12 +5,20 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections.abc import MutableMapping
 from pathlib import Path
 
 _FORK_SAFE_THREAD = re.compile(r"cuda[0-9a-f]{11}|jemalloc_bg_thd")
 """The thread that NVML leaves after it was asked for the GPUs (driver 580), which waits for events and holds no lock;
 and jemalloc's, which jemalloc ends before a fork and starts on both sides after it."""
 _CUDA_DRIVER, _CUDA_NOT_INITIALIZED = "libcuda.so.1", 3
+
+
+def keep_forkable(environment: MutableMapping[str, str]) -> None:
+    """Set the variables under which imports start no thread and leave CUDA alone; to be called before them."""
+    environment.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's OpenBLAS starts its threads when it is imported
+    # Else torch initialises CUDA when it is asked whether there is a GPU, as modules of inductor do.
+    environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def why_unforkable() -> str | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Adafactor
 
 from grpo_engine.models.config import BLOCK_8BIT
 
@@ -47,9 +46,9 @@ def _shapes(
     match optimizer:
         case torch.optim.AdamW():
             return {"exp_avg": shape, "exp_avg_sq": shape}
-        case Adafactor() if len(shape) < 2:
-            return {"exp_avg_sq": shape}
-        case Adafactor():
+        case _ if "scale_parameter" in optimizer.defaults:  # Adafactor
+            if len(shape) < 2:
+                return {"exp_avg_sq": shape}
             return {"exp_avg_sq_row": shape[:-1], "exp_avg_sq_col": shape[:-2] + shape[-1:]}
         case _:  # 8-bit AdamW, whose small parameters have fp32 state
             first = state.get("state1")

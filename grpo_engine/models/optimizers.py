@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
-from transformers import Adafactor
 
 from grpo_engine.compilers import has_compiler
 from grpo_engine.errors import ConfigError, ModelError
@@ -64,6 +63,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSetti
         case "adamw_8bit":
             return _adamw_8bit(groups, settings)
         case "adafactor":
+            from transformers import Adafactor  # imports peft and bitsandbytes, which asks the driver for the GPU
+
             adafactor: torch.optim.Optimizer = Adafactor(
                 groups,
                 lr=None if settings.adafactor_relative_step else settings.lr,

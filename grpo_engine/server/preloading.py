@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 
+from grpo_engine.forking import keep_forkable
 from grpo_engine.models.inductor import compute_keys
 from grpo_engine.server.config import ServerConfig
 
@@ -65,7 +66,7 @@ def preload(config: ServerConfig) -> None:
     Raises:
         GrpoError: no server can start with these settings; raised before heavy imports where possible.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's OpenBLAS starts its threads at import
+    keep_forkable(os.environ)
     if config.engine == "torch":
         _import_all((*_SERVER, *_TORCH))
         _import_model_of_torch(config.model_name)

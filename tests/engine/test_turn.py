@@ -15,7 +15,10 @@ import pytest
 from ports import free_port
 from stage import is_open
 
+from grpo_engine.cli import _start_ranks
+from grpo_engine.colocate.config import TrainerConfig
 from grpo_engine.errors import ModelError
+from grpo_engine.ranks.launching import RanksEnd
 from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.environment_variables import GATE_VARIABLE
 
@@ -36,6 +39,7 @@ if "thread" in sys.argv:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 raise SystemExit(launch_ranks(["sh", "-c", "echo program $RANK"], num_local=2, run=rank).code)
 """
+ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TOUCHES = """
 import os, sys, threading
 def refuse(event, arguments):
@@ -52,6 +56,8 @@ from grpo_engine.server import main as server
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.train import main as trainer
 from grpo_engine.train.config import TrainConfig
+assert trainer.prepare(TrainConfig(model_name="local/tiny", compile_layers=True)) is not None
+assert "peft" not in sys.modules, "it imports bitsandbytes, which initialises CUDA"
 from grpo_engine.reference import main as reference
 from grpo_engine.reference.config import ReferenceConfig
 adapter = {"mode": "lora_restart"}
@@ -129,6 +135,16 @@ def test_ranks_are_programs_where_an_import_has_left_a_thread() -> None:
     done = subprocess.run([sys.executable, "-c", LAUNCHER, "thread"], capture_output=True, text=True, check=True)
     assert sorted(done.stdout.splitlines()) == ["prepared", "program 0", "program 1"]
     assert "the ranks are started as programs instead" in done.stderr
+
+
+def test_what_ranks_are_forked_from_asks_nvml_whether_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks CUDA otherwise, which a fork cannot use any more."""
+    monkeypatch.delenv(ASKS_NVML, raising=False)
+    asked: list[str | None] = []
+    monkeypatch.setattr("grpo_engine.train.main.prepare", lambda config: asked.append(os.environ.get(ASKS_NVML)))
+    monkeypatch.setattr("grpo_engine.cli.launch_ranks", lambda *_, **__: RanksEnd(code=0))
+    _start_ranks(TrainerConfig(model_name="local/tiny", processes=2), [])
+    assert asked == ["1"]
 
 
 IMPORTS_TORCH = pytest.mark.extended(
