@@ -54,6 +54,8 @@ def test_files_and_variables_that_people_and_scripts_use_keep_their_names() -> N
                 "sweeps",
                 "set-aside",
                 "turn.lock",
+                "in-step",
+                "ports.json",
                 "served.json",
                 "used_versions.json",
             ),

@@ -30,9 +30,7 @@ class ParameterService(Mode):
     trains_over_ranks: ClassVar[bool] = True
     updates_many_servers: ClassVar[bool] = True
     has_parameter_services: ClassVar[bool] = True
-    one_machine_because: ClassVar[str | None] = (
-        "writes into memory that trainer and service share (unless both are started by hand)"
-    )
+    one_machine_because: ClassVar[str | None] = "writes into memory that trainer, service and servers share"
     mode: Annotated[Literal["parameter_service"], Flag(("--weight-bridge-mode",))] = "parameter_service"
     """How new weights reach inference."""
     push_every: Annotated[int, Flag(("--push-every",))] = Field(1, ge=1)

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from grpo_engine.bridges.transport.parameter_store import ParameterStore
 from grpo_engine.errors import BridgeError
+from grpo_engine.parameters.machines import OtherMachines
 from grpo_engine.serving.access import AccessControl
 from grpo_engine.serving.bodies import BodyLimits
 from grpo_engine.wire.codec import first_fault
@@ -25,10 +26,12 @@ from grpo_engine.wire.parameters import (
     COMMIT_ROUTE,
     FILE_ROUTE,
     HEALTH_ROUTE,
+    MACHINES_ROUTE,
     STATE_ROUTE,
     BeginAnswer,
     BeginRequest,
     CommitRequest,
+    MachineReport,
 )
 
 MOST_BODY_BYTES = 1 << 16
@@ -43,14 +46,21 @@ class _Refused(Exception):
         self.status = status
 
 
-def create_app(store: ParameterStore, *, host: str, token: str | None) -> Starlette:
-    """All routes over one store."""
+def create_app(
+    store: ParameterStore, *, host: str, token: str | None, machines: OtherMachines | None = None
+) -> Starlette:
+    """All routes over one store; its state is that of all machines that report to it."""
+    others = machines or OtherMachines()
 
     async def health(_request: Request) -> Response:
         return Response()
 
     async def state(_request: Request) -> Response:
-        return JSONResponse(store.state().model_dump())
+        return JSONResponse(others.with_them(store.state()).model_dump())
+
+    async def report(request: Request) -> Response:
+        others.take(await _read(request, MachineReport))
+        return Response()
 
     async def begin(request: Request) -> Response:
         body = await _read(request, BeginRequest)
@@ -59,7 +69,8 @@ def create_app(store: ParameterStore, *, host: str, token: str | None) -> Starle
 
     async def commit(request: Request) -> Response:
         body = await _read(request, CommitRequest)
-        return JSONResponse((await asyncio.to_thread(store.commit, body.policy_version)).model_dump())
+        state = await asyncio.to_thread(store.commit, body.policy_version)
+        return JSONResponse(others.with_them(state).model_dump())
 
     def file_of(request: Request) -> Path:
         """A file of the newest version; no other, and none outside of its folder."""
@@ -90,6 +101,7 @@ def create_app(store: ParameterStore, *, host: str, token: str | None) -> Starle
             Route(STATE_ROUTE, state),
             Route(BEGIN_ROUTE, begin, methods=["POST"]),
             Route(COMMIT_ROUTE, commit, methods=["POST"]),
+            Route(MACHINES_ROUTE, report, methods=["POST"]),
             Route(f"{FILE_ROUTE}/{{number:int}}/{{name}}", content),
             Route(f"{FILE_ROUTE}/{{number:int}}/{{name}}/sha256", sha256),
         ],

@@ -22,6 +22,10 @@ class ParametersConfig(Config):
     """URLs of the inference servers of this machine, which are given each version one after another."""
     source: str | None = None
     """URL of the parameter service of the trainer's machine, where this is another one: versions are fetched there."""
+    machine: str | None = Field(None, min_length=1, max_length=255)
+    """Name of this machine in a cluster. Of server_urls, which are then those of all machines, it takes those whose
+    ports `ports.json` in the handover folder has, as the broker of the cluster writes it; and it reports to source,
+    whose service then answers for all machines."""
     handover: Path = Path("handover")
     """Folder in which `current` is the newest version; servers that are given the same --handover read it as they
     start."""

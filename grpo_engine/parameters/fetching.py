@@ -16,14 +16,23 @@ from pydantic import ValidationError
 
 from grpo_engine.bridges.transport.parameter_store import ParameterStore
 from grpo_engine.errors import BridgeError, PeerUnavailable
+from grpo_engine.parameters.machines import REPORT_EVERY_S
 from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.bounded_answers import allowing
-from grpo_engine.wire.parameters import FILE_ROUTE, STATE_ROUTE, BeginRequest, ParametersState
+from grpo_engine.wire.parameters import (
+    FILE_ROUTE,
+    MACHINES_ROUTE,
+    STATE_ROUTE,
+    BeginRequest,
+    MachineReport,
+    ParametersState,
+)
 from grpo_engine.wire.run_folder import HANDOVER_NOTE
 from grpo_engine.wire.token_clients import open_client
 
 LOOK_EVERY_S = 0.2
 _WITHIN_S = 60.0
+_REPORTED_WITHIN_S = 2.0
 _CLOSE_WITHIN_S = 2.0
 """The thread may wait for `_WITHIN_S` for a source that sends nothing more; it ends with the process."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
@@ -35,42 +44,68 @@ log = logging.getLogger(__name__)
 
 
 class Fetcher:
-    """A thread that looks for newer versions."""
+    """A thread that looks for newer versions, and another one that reports to the source."""
 
-    def __init__(self, source: str, store: ParameterStore, http: httpx.Client | None = None) -> None:
+    def __init__(
+        self, source: str, store: ParameterStore, http: httpx.Client | None = None, *, machine: str | None = None
+    ) -> None:
         """Look for nothing until `start`.
 
         Args:
             http: of the source; None: a new one.
+            machine: the name under which it reports; None: it does not.
         """
-        self._source, self._store = source.rstrip("/"), store
+        self._source, self._store, self._machine = source.rstrip("/"), store, machine
         self._http = http or open_client(find_token(os.environ), base_url=self._source, timeout=_WITHIN_S)
         self._fetched: tuple[str, int] | None = None
         """Start of the source, and number of the version there."""
+        self._fault = ""
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fetcher", daemon=True)
+        self._threads = [threading.Thread(target=self._run, name="fetcher", daemon=True)]
+        if machine is not None:
+            self._threads.append(threading.Thread(target=self._report, name="reporter", daemon=True))
 
     def start(self) -> None:
-        """Look for versions until `close`."""
-        self._thread.start()
+        """Look for versions, and report, until `close`."""
+        self._store.begin_behind()
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """End the thread; what it was fetching is not used."""
+        """End the threads; what was being fetched is not used."""
         self._is_closed.set()
-        if self._thread.is_alive():
-            self._thread.join(_CLOSE_WITHIN_S)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(_CLOSE_WITHIN_S)
         self._http.close()
 
     def _run(self) -> None:
-        said = ""
         while not self._is_closed.wait(LOOK_EVERY_S):
             try:
                 self.look()
-                said = ""
+                self._fault = ""
+                self._store.tell_in_step()
             except Exception as error:  # whatever a source answers: its next answer may be right
-                if str(error) != said:
+                if str(error) != self._fault:
                     log.warning("%s: %s; trying again", self._source, error)
-                said = str(error)
+                self._fault = str(error)
+
+    def _report(self) -> None:
+        with open_client(find_token(os.environ), base_url=self._source, timeout=_REPORTED_WITHIN_S) as http:
+            while not self._is_closed.wait(REPORT_EVERY_S):
+                with suppress(httpx.HTTPError):  # the thread that looks for versions says what is wrong
+                    http.post(MACHINES_ROUTE, content=self.report().model_dump_json())
+
+    def report(self) -> MachineReport:
+        """What this machine tells the source."""
+        instance, number = self._fetched or ("", 0)
+        return MachineReport(
+            machine=self._machine or "",
+            state=self._store.state().model_copy(update={"files": {}}),
+            source_instance=instance,
+            source_number=number,
+            fault=self._fault,
+        )
 
     def look(self) -> None:
         """Fetch the newest version of the source, unless it is here.

@@ -8,6 +8,7 @@ from grpo_engine.bridges.transport.parameter_store import ParameterStore, is_und
 from grpo_engine.parameters.app import create_app
 from grpo_engine.parameters.config import ParametersConfig
 from grpo_engine.parameters.fetching import Fetcher
+from grpo_engine.parameters.machines import OtherMachines
 from grpo_engine.serving.listening import plain_server, take_port
 from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import find_token
@@ -21,12 +22,18 @@ def run(config: ParametersConfig) -> int:
     """
     begin_in_turn(lambda: None, os.environ)  # what it needs is imported
     listener = take_port(config.host, config.port)
-    store = ParameterStore(config.handover.absolute(), config.server_urls, storage=config.storage)
-    fetcher = None if config.source is None else Fetcher(config.source, store)
-    if fetcher is not None:
+    is_placed = config.machine is not None
+    store = ParameterStore(
+        config.handover.absolute(), config.server_urls, storage=config.storage, has_placed_only=is_placed
+    )
+    fetcher = None if config.source is None else Fetcher(config.source, store, machine=config.machine)
+    if fetcher is None:
+        store.tell_in_step()
+    else:
         fetcher.start()
     token = None if config.allow_without_token else find_token(os.environ)
-    application = create_app(store, host=config.host, token=token)
+    others = OtherMachines(config.server_urls if is_placed and fetcher is None else ())
+    application = create_app(store, host=config.host, token=token, machines=others)
     was_up = plain_server(application, listener, log_level=config.log_level).run_until_signal()
     if fetcher is not None:
         fetcher.close()

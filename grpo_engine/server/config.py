@@ -58,6 +58,9 @@ class ServerConfig(Config):
     starts with it and its version instead of the model's own weights. With receives_weights, the trainer leaves its
     process id there, and the server answers requests once that trainer has sent its weights; with enable_sleep_mode,
     the server also loads only while that trainer computes no step."""
+    awaits_handover: bool = False
+    """Load no weights until the parameter service of this machine says, by `in-step` in the handover folder, that
+    `current` is the newest version, or that there is none."""
     enable_lora: bool = False
     """Accept LoRA adapters."""
     max_lora_rank: int = Field(64, ge=1)

@@ -17,6 +17,7 @@ import socket
 import uuid
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -34,6 +35,8 @@ from grpo_engine.serving.reporting import Reporter, Waiting
 from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.environment_variables import FORK_SERVER_VARIABLE, RUN_FOLDER_VARIABLE
+from grpo_engine.wire.log_lines import WAITING_FOR_WEIGHTS
+from grpo_engine.wire.run_folder import HANDOVER_IN_STEP
 from grpo_engine.wire.supervisor import WaitsFor
 
 _VLLM_ENGINE = "grpo_engine.server.vllm.engine"
@@ -52,6 +55,8 @@ def run(config: ServerConfig) -> int:
     """
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = with_environment(config, os.environ)
+    if config.awaits_handover and config.handover is None:
+        raise ConfigError("--awaits-handover without --handover: name the folder of the parameter service")
     check_engine(config)
     begin_in_turn(partial(prepare, config), os.environ)
     listener = take_port(config.host, config.port, os.environ)
@@ -153,6 +158,9 @@ class _Server(ListeningServer):
         self._engine = engine
         self._can_sleep = config.enable_sleep_mode
         self._failure: BaseException | None = None
+        self._in_step: Path | None = None
+        if config.awaits_handover and config.handover is not None:
+            self._in_step = config.handover / HANDOVER_IN_STEP
 
     def run_to_end(self) -> int:
         # uvicorn raises the signal again after its shutdown; these handlers ignore it, so that we set the exit code.
@@ -183,6 +191,9 @@ class _Server(ListeningServer):
         return reporter
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._wait_for_handover()
+        if self.should_exit:
+            return
         self._engine.start()
         loading = asyncio.ensure_future(asyncio.to_thread(self._engine.wait_loaded))
         while not loading.done() and not self.should_exit:
@@ -196,6 +207,14 @@ class _Server(ListeningServer):
         await super().startup(sockets)
         logger.info("Ready: %s", self._engine.info())
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _wait_for_handover(self) -> None:
+        """Return when the newest weights are on this machine, where they are awaited."""
+        if self._in_step is None or _can_be_read(self._in_step):
+            return
+        logger.info(WAITING_FOR_WEIGHTS.text, self._in_step)
+        while not (_can_be_read(self._in_step) or self.should_exit):  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(_POLL_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._engine.close()
@@ -213,3 +232,12 @@ class _Server(ListeningServer):
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.should_exit = True
+
+
+def _can_be_read(path: Path) -> bool:
+    """Whether a file is there, which NFS says for certain only as it is opened."""
+    try:
+        path.open("rb").close()
+    except OSError:
+        return False
+    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_engine.wire.codec import Message
+from grpo_engine.wire.codec import Message, Whole
 
 
 class HandoverNote(Message):
@@ -24,3 +24,10 @@ class HandoverSender(Message):
     address: str = "127.0.0.1"
     """Of its machine. On another than of loopback the trainer changes the time of the file every second, by which other
     machines know that it lives."""
+
+
+class PlacedPorts(Message):
+    """`ports.json` in the folder of a machine of a cluster: the ports of the services that the broker has placed there,
+    for the parameter service of that machine."""
+
+    ports: list[Whole]

@@ -36,6 +36,10 @@ WAITING_FOR_STEP = LogLine(
     "Loading when the trainer has computed its step, since both use the memory of the device in turn",
     r"Loading when the trainer has computed its step",
 )
+WAITING_FOR_WEIGHTS = LogLine(
+    "Loading when the parameter service of this machine has the newest weights (%s)",
+    r"Loading when the parameter service of this machine has the newest weights",
+)
 PARAMETERS_TRAINED = LogLine("training %d of %d parameters", r"training (\d+) of (\d+) parameters")
 REHEARSAL_BEGINS = LogLine(
     "rehearsing a step with the longest rows; the first one on a machine compiles its kernels",

@@ -11,6 +11,7 @@ HEALTH_ROUTE = "/health"
 STATE_ROUTE, BEGIN_ROUTE, COMMIT_ROUTE = "/parameters", "/parameters/begin", "/parameters/commit"
 FILE_ROUTE = "/parameters/files"
 """`…/<number>/<name>` is the content of a file, `…/<number>/<name>/sha256` its digest in hex."""
+MACHINES_ROUTE = "/parameters/machines"
 
 
 class ServedBy(Message):
@@ -42,6 +43,8 @@ class ParametersState(Message):
     """Of the updates of single servers to this version."""
     problem: Reason = ""
     """What a server refused, where one did."""
+    late: list[str] = []
+    """Other machines whose servers do not have what is due to them yet, each with what it waits for, for people."""
 
 
 class BeginRequest(Message):
@@ -66,3 +69,15 @@ class CommitRequest(Message):
     """Body of `COMMIT_ROUTE`: what was written is complete."""
 
     policy_version: PolicyVersion
+
+
+class MachineReport(Message):
+    """Body of `MACHINES_ROUTE`: what the service of another machine says of itself, several times a second."""
+
+    machine: str
+    state: ParametersState
+    source_instance: str = ""
+    source_number: Whole = 0
+    """Start of the source, and number of the version there, that it has fetched."""
+    fault: Reason = ""
+    """Why it could not fetch the newest version when it last tried."""

@@ -40,12 +40,23 @@ def with_cluster(launches: Sequence[Launch], profile: Profile, place: Place) -> 
     own = [_launch(NODES, "nodes", READY_NODES, place, {}, is_private=True)] if is_private else []
     needs = {NODES: NeedCondition.READY} if is_private else {}
     broker = _launch(BROKER, "broker", READY_BROKER, place, needs, is_private=is_private)
-    placed = [_placed(launch, profile) if _takes_devices(launch.name, profile) else launch for launch in launches]
+    placed = [_placed(launch, profile) if _is_placed(launch.name, profile) else launch for launch in launches]
     return [*own, broker, *placed], plan
 
 
-def _takes_devices(name: str, profile: Profile) -> bool:
-    return bool(profile.services[name].num_devices)
+def _is_placed(name: str, profile: Profile) -> bool:
+    return bool(profile.services[name].num_devices or _beside(name, profile))
+
+
+def _beside(name: str, profile: Profile) -> tuple[str, ...]:
+    """The services on whose machines a service has a part, in the order of their kinds."""
+    service = profile.services[name]
+    return tuple(
+        other
+        for kind in service.beside_kinds
+        for other, each in profile.services.items()
+        if getattr(each, "kind", "") == kind and getattr(each, "policy", None) == getattr(service, "policy", None)
+    )
 
 
 def num_machines_for(num_devices: int, room: Sequence[int]) -> int:
@@ -71,7 +82,8 @@ def _placed(launch: Launch, profile: Profile) -> Launch:
     """A service that waits for its machine; its GPUs are numbered there."""
     count = profile.services[launch.name].num_devices or 0
     needs = {BROKER: NeedCondition.READY, **launch.needs}
-    return dataclasses.replace(launch, num_devices=count, needs=needs, prepares=False)
+    beside = _beside(launch.name, profile)
+    return dataclasses.replace(launch, num_devices=count, beside=beside, needs=needs, prepares=False)
 
 
 def _launch(
@@ -129,6 +141,12 @@ def check_cluster(profile: Profile) -> Iterator[str]:
     if table.kind == "local":
         if table.address is not None:
             yield 'cluster.address: has no effect with kind = "local": set kind = "ray", or leave it out'
+        for name, service in profile.services.items():
+            if service.beside_kinds:
+                yield (
+                    f"services.{name}.every_machine: has no effect without a cluster: set cluster.kind to ray, or "
+                    "leave it out"
+                )
         return
     for name in (NODES, BROKER):
         if name in profile.services:
@@ -136,11 +154,14 @@ def check_cluster(profile: Profile) -> Iterator[str]:
     for name, service in profile.services.items():
         if service.num_devices and service.gpus is not None:
             yield f"services.{name}.gpus: GPUs are numbered on each machine of a cluster: keep num_devices alone"
-    placed = [name for name, service in profile.services.items() if service.num_devices]
+    follow = [name for name, service in profile.services.items() if service.beside_kinds]
+    placed = [name for name, service in profile.services.items() if service.num_devices and name not in follow]
     if not placed:
         yield 'cluster.kind: "ray" places services that set num_devices, and none does'
     for name in placed:
         yield from _check_machines(name, profile)
+    for name in follow:
+        yield from _check_follows(name, profile)
     if table.address is None:
         most = table.devices_per_machine
         wanted = sum(profile.services[name].num_devices or 0 for name in placed)
@@ -150,10 +171,10 @@ def check_cluster(profile: Profile) -> Iterator[str]:
                 "machines or devices_per_machine"
             )
     mode = getattr(profile.bridge, "mode", "")
-    if table.address is not None and (why := getattr(profile.bridge, "one_machine_because", None)):
-        yield (
-            f'bridge.mode: {mode!r} {why}, and a cluster may have them on several machines: use "none" or "lora_only"'
-        )
+    if table.address is not None and (why := getattr(profile.bridge, "one_machine_because", None)) and not follow:
+        has_services = getattr(profile.bridge, "has_parameter_services", False)
+        hint = "give a service of kind parameters every_machine = true" if has_services else 'use "none" or "lora_only"'
+        yield f"bridge.mode: {mode!r} {why}, and a cluster may have them on several machines: {hint}"
     if table.address is not None and (why := getattr(profile.bridge, "placed_because", None)):
         for name, service in profile.services.items():
             if getattr(service, "kind", "") in ("trainer", "inference") and not service.num_devices:
@@ -191,6 +212,34 @@ def _check_machines(name: str, profile: Profile) -> Iterator[str]:
                 f"{at}.num_devices: {count}, but no number of the {table.machines} machines with "
                 f"cluster.devices_per_machine = {most} has equal shares of them: set {fitting[-1]}, or raise machines"
             )
+
+
+def _check_follows(name: str, profile: Profile) -> Iterator[str]:
+    """Whether a service can have a part on each machine of others."""
+    service, at = profile.services[name], f"services.{name}"
+    for key in service.chosen_by_cluster:
+        yield f"{at}.{key}: {getattr(service, key)!r}, but with every_machine each machine has its own: leave it out"
+    beside = _beside(name, profile)
+    for kind in service.beside_kinds:
+        if not any(getattr(profile.services[other], "kind", "") == kind for other in beside):
+            yield f"{at}.every_machine: follows services of kind {kind} to their machines, and there is none: add one"
+    for other in beside:
+        if not profile.services[other].num_devices:
+            yield f"services.{other}.num_devices: not set, and {at}.every_machine follows it to its machine: set it"
+        if getattr(profile.services[other], "kind", "") == "inference" and _is_set(profile.services[other], "handover"):
+            yield f"services.{other}.handover: with {at}.every_machine each machine has its own: leave it out"
+    alike = [
+        each
+        for each, one in profile.services.items()
+        if type(one) is type(service) and getattr(one, "policy", None) == getattr(service, "policy", None)
+    ]
+    if alike != [name]:
+        both = next(each for each in alike if each != name)
+        yield f"{at}.every_machine: gives each machine a service already: remove services.{both}"
+
+
+def _is_set(service: object, key: str) -> bool:
+    return getattr(service, key, None) is not None
 
 
 def has_ray() -> bool:

@@ -105,6 +105,7 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
                 "ports": list(launch.ports),
                 "gpus": list(launch.gpus),
                 "num_devices": launch.num_devices,
+                "beside": list(launch.beside),
                 "num_machines": planned_machines(launch, plan.cluster) if launch.num_devices else None,
                 "ranks": [{"rank": rank, "gpu": gpu} for rank, gpu in enumerate(launch.rank_gpus)],
                 "access": launch.access,
@@ -144,6 +145,8 @@ def plan_text(plan: Plan, loaded: LoadedProfile) -> str:
 
 def _devices(launch: Launch, plan: Plan) -> str:
     """What a service takes of a cluster."""
+    if launch.beside:
+        return f"a part on each machine of {', '.join(launch.beside)}"
     if not launch.num_devices:
         return ""
     count = planned_machines(launch, plan.cluster)

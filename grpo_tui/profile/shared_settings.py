@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_engine.config import RawTable, keys_of
+from grpo_tui.profile.devices import is_on_cluster
 from grpo_tui.profile.replicas import with_replicas
 from grpo_tui.services.kinds import service_class
 
@@ -57,7 +58,9 @@ def _shared_settings(table: RawTable, policy: str | None) -> _Shared:
     servers = _servers_of_the_policy(table, trainer, policy)
     server_urls = [_url(server, "inference") for server in servers.values()]
     reference_urls = [_url(each, "reference") for each in _of_kind(table, "reference", policy).values()]
-    parameter_urls = [_url(each, "parameters") for each in _of_kind(table, "parameters", policy).values()]
+    parameters = _of_kind(table, "parameters", policy)
+    parameter_urls = [_url(each, "parameters") for each in parameters.values()]
+    is_on_machines = is_on_cluster(table) and any(each.get("every_machine") is True for each in parameters.values())
     name = next(iter(_of_kind(table, "trainer", policy)), "") if trainer is not None else ""
     of_reference = f"services.{name}.reference_model" if trainer and trainer.get("reference_model") else "model.name"
     share, sharing = "gpu_memory_utilization", [n for n, each in servers.items() if _share_a_gpu(bridge, each, trainer)]
@@ -82,7 +85,10 @@ def _shared_settings(table: RawTable, policy: str | None) -> _Shared:
             },
         },
         made={
-            "inference": _server_settings(mode if policy is None else trained_mode),
+            "inference": {
+                **_server_settings(mode if policy is None else trained_mode),
+                **({"awaits_handover": True} if is_on_machines else {}),
+            },
             "parameters": {"server_urls": server_urls} if servers else {},
             "environment": urls,
             "atropos_environment": urls,

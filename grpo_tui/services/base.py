@@ -289,6 +289,11 @@ class Service(Config):
         return "only the ranks of a trainer can be on several"
 
     @property
+    def beside_kinds(self) -> tuple[str, ...]:
+        """Kinds of services, of its policy, on whose machines of a cluster it has a part; empty: it follows none."""
+        return ()
+
+    @property
     def chosen_by_cluster(self) -> tuple[str, ...]:
         """Settings of it that a cluster chooses, and that are set."""
         return ()
@@ -442,6 +447,16 @@ class Launch:
     """Added to the arguments of each part where it is on several machines, with `{num_devices}` of a machine,
     `{num_machines}`, `{number}` of this one from 0, and `{address}` and `{port}` of the first, where a port is free;
     empty: it cannot be on several."""
+    beside: tuple[str, ...] = ()
+    """Services beside which it is placed: it has a part on each of their machines, the first one where the first of
+    them is, and takes no devices. A part that is lost with its machine does not end the others, and one is added where
+    they are placed later."""
+    later_arguments: tuple[str, ...] = ()
+    """Added to the arguments of each of its parts but the first."""
+    machine_folder: Path | None = None
+    """Folder of the run with a folder for each machine of a cluster, of that name."""
+    machine_arguments: tuple[str, ...] = ()
+    """Added to its arguments on a machine of a cluster, with `{machine}` and the `{folder}` of it."""
     num_ranks: int = 1
     """Processes of a trainer, on all of its machines; one on each of its GPUs where it has any."""
     ends_run: bool | None
@@ -475,6 +490,11 @@ class Launch:
     log_limit_bytes: int = 256_000_000
     console: Mapping[str, ConsoleMetric] = field(default_factory=dict)
     """Metrics to be read from its log, by name."""
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it runs on machines of a cluster."""
+        return self.num_devices > 0 or bool(self.beside)
 
     @property
     def plans_gpu_memory(self) -> bool:

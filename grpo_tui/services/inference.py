@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,7 @@ from grpo_engine.wire.log_lines import (
     FORK_SERVER_RESTARTS,
     MODEL_MADE,
     WAITING_FOR_STEP,
+    WAITING_FOR_WEIGHTS,
     WEIGHTS_EXPORTED,
 )
 from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, restarts_file
@@ -77,8 +78,9 @@ class Inference(Service, OfPolicy, ServerConfig):
     def start_phases(self) -> tuple[tuple[str, str], ...]:
         """Log lines of the engine while it starts."""
         waiting = (WAITING_FOR_STEP.pattern, "waiting for the end of the trainer's step")
+        awaiting = (WAITING_FOR_WEIGHTS.pattern, "waiting for the parameter service of its machine")
         making = (MODEL_MADE.pattern, "making {0}")
-        return (waiting, making, *(VLLM_PHASES if self.engine == "vllm" else TORCH_PHASES))
+        return (waiting, awaiting, making, *(VLLM_PHASES if self.engine == "vllm" else TORCH_PHASES))
 
     @property
     def demanded_share(self) -> float | None:
@@ -100,6 +102,9 @@ class Inference(Service, OfPolicy, ServerConfig):
             file = restarts_file(place.run_folder, name)
             in_place = RestartInPlace(signal=RESTART_SIGNAL.name, file=file)
             environment[RESTARTS_VARIABLE] = str(file)
+        of_machine: dict[str, Any] = {}
+        if config.awaits_handover and config.handover is not None:
+            of_machine = {"machine_folder": config.handover, "machine_arguments": ("--handover", "{folder}")}
         health = f"http://{self.host}:{self.port}/health"
         return self._launch(
             name,
@@ -108,6 +113,7 @@ class Inference(Service, OfPolicy, ServerConfig):
             argv=place.engine_command("server", *to_flags(config, ServerConfig)),
             env=environment,
             restart_in_place=in_place,
+            **of_machine,
             access=access_text(allow_without_token=self.allow_without_token, routes="/bridge, /lora"),
             ports=(self.port, *self.ports),
             gpu_memory_share=self.demanded_share,

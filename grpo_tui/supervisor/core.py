@@ -189,7 +189,7 @@ class Supervisor:
         for name, launch in self._launches.items():
             self._runners[name] = ServiceRunner(
                 launch,
-                machine=elsewhere if launch.num_devices else here,
+                machine=elsewhere if launch.is_placed else here,
                 run_folder=self._run_folder,
                 tasks=tasks,
                 post=self.post,

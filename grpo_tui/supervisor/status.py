@@ -165,7 +165,7 @@ class StatusReport:
 
         Those of a cluster are reported with their GPUs.
         """
-        if self.launches[name].num_devices:
+        if self.launches[name].is_placed:
             return with_usage(reported, self.machines.usage().get(name, PlacedUsage()).ranks)
         ranks = [
             rank.model_copy(update={"gpu": gpu})

@@ -93,7 +93,7 @@ async def sweep(
     for words in (*stuck, *held):
         report(f"{whose}: {words} still alive after SIGKILL: it hangs in the kernel, often in a driver")
     gpu_memory_bytes = None if gpu_memory is None else await _gpu_is_free(gpu_memory, whose, report)
-    removed = await asyncio.to_thread(_remove_shared_memory, run if service is None else None, ledger)
+    removed = await asyncio.to_thread(remove_shared_memory, run if service is None else None, ledger)
     if removed:
         report(f"{whose}: removed from shared memory: {', '.join(removed)}")
     if service is None:
@@ -206,7 +206,7 @@ async def _remove_temporary(run: str, folder: Path | None, report: Report) -> li
     return removed
 
 
-def _remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list[str]:
+def remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list[str]:
     """Remove files of dead processes in shared memory, and at the end of a run `grpo-<run>-*`; only our own user's.
 
     Of a run `a`, what a live run `a-b` has made, `grpo-a-b-*`, is left alone.

@@ -146,6 +146,9 @@ def _inside(pid: int, *kinds: str) -> list[str]:
     return ["nsenter", f"--target={pid}", *(f"--{kind}" for kind in kinds or ("net", "uts", "mount", "pid", "ipc"))]
 
 
+_FEW = ("--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats")
+
+
 @dataclass(kw_only=True)
 class ClusterWorkplace(Workplace):
     """A workplace on the first of several machines, which `ray start` has joined to a cluster."""
@@ -216,10 +219,13 @@ def ray_machines(folder: Path, *names: str) -> Iterator[ClusterWorkplace]:
         with (folder / "ray.token").open("x") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(secrets.token_hex(32))
-        few = ("--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats")
         head = (f"--port={RAY_PORT}", f"--node-ip-address={place.head.address}", "--include-dashboard=false")
-        place.on(place.head, "ray", "start", "--head", *head, "--num-gpus=0", *few)
-        join = ("ray", "start", f"--address={place.address}", "--num-gpus=1", *few)
+        place.on(place.head, "ray", "start", "--head", *head, "--num-gpus=0", *_FEW)
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda machine: place.on(machine, *join), made.all[1:]))
+            list(pool.map(lambda machine: join(place, machine), made.all[1:]))
         yield place
+
+
+def join(place: ClusterWorkplace, machine: Machine) -> None:
+    """Add a machine to the cluster, also one that has left it."""
+    place.on(machine, "ray", "start", f"--address={place.address}", "--num-gpus=1", *_FEW)

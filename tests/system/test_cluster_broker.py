@@ -20,9 +20,13 @@ from launches import launch
 from ports import free_port
 from stage import Stage
 
+from grpo_engine.python_command import module_command
+from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.environment_variables import ATTEMPT_VARIABLE, MACHINE_ADDRESS_VARIABLE, SERVICE_VARIABLE
-from grpo_engine.wire.run_folder import BROKER_FILE, MACHINE_ENDED, TOKEN_FILE
+from grpo_engine.wire.handover import PlacedPorts
+from grpo_engine.wire.run_folder import BROKER_FILE, HANDOVER_IN_STEP, HANDOVER_PORTS, MACHINE_ENDED, TOKEN_FILE
 from grpo_engine.wire.supervisor import MachinesReport, MachineStatus, RanksReport, RankStatus, Refusal, ServiceReport
+from grpo_engine.wire.unix_peers import peer_of
 from grpo_tui import remote_process
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor import preflight
@@ -632,3 +636,132 @@ async def test_a_broker_that_was_killed_between_two_parts_costs_nothing(
         parts = [line.removeprefix("right: ").split() for line in out.decode().splitlines()]
         assert sorted(part[1] for part in parts) == ["0", "1"]
         assert len({part[5] for part in parts}) == 1  # they meet at one port
+
+
+BESIDE = (
+    "import os, sys, signal; print('part', *sys.argv[2:], flush=True); print('pid', os.getpid(), flush=True); "
+    "signal.pause()"
+)
+
+
+def beside(folder: Path, *others: str) -> Launch:
+    """A service with a part on each machine of others."""
+    return replace(
+        program("p", BESIDE, num_devices=0),
+        beside=others,
+        machine_folder=folder,
+        machine_arguments=("{machine}", "{folder}"),
+        later_arguments=("later",),
+    )
+
+
+async def test_a_service_beside_others_goes_on_when_a_machine_is_lost_and_follows_them_to_another(
+    stage: Stage, tmp_path: Path
+) -> None:
+    folder = tmp_path / "machines"
+    trainer = replace(program("a", WAITS), kind="trainer")
+    served = replace(program("b", WAITS), kind="inference", ports=(free_port(),))
+    bench = Bench(stage, tmp_path, [trainer, served, beside(folder, "a", "b")], left=1, right=1, spare=1)
+
+    def ports_on(machine: str) -> tuple[int, ...]:
+        return tuple(PlacedPorts.model_validate_json((folder / machine / HANDOVER_PORTS).read_bytes()).ports)
+
+    async with bench.broker():
+        a, b, p = [await bench.start(name) for name in ("a", "b", "p")]
+        assert await line_of(p, "part") == f"part left {folder}/left"
+        pid = int((await line_of(p, "pid")).split()[1])
+        assert await line_of(p, "right: part") == f"right: part right {folder}/right later"
+        gone = int((await line_of(p, "right: pid")).split()[-1])
+        assert (ports_on("left"), ports_on("right")) == ((), served.ports)
+        (folder / "spare").mkdir()
+        (folder / "spare" / HANDOVER_IN_STEP).touch()  # of an earlier life, as is an attempt that has ended there
+        for asked in (
+            wire.Start(launch=wire.LAUNCH.dump_json(bench.launches["p"]).decode(), attempt=1),
+            wire.Signal(service="p", attempt=1, how="kill"),
+        ):
+            await bench.cluster.ask("spare", to_line(asked), timeout_s=DEADLINE_S)
+
+        ends_with_it = (gone, int((await line_of(b, "pid")).split()[1]))
+        bench.cluster.lose("right")
+        assert "right is lost: p ran there" in await line_of(p, "grpo-tui")
+        assert await b.wait() == remote_process.EXIT_LOST
+        for number in ends_with_it:  # as its agent does
+            os.kill(number, signal.SIGKILL)
+        again = await bench.start("b", attempt=2)
+        await line_of(again, "pid")
+        assert await line_of(p, "spare: part") == f"spare: part spare {folder}/spare later"
+        added = int((await line_of(p, "spare: pid")).split()[-1])
+        assert not (folder / "spare" / HANDOVER_IN_STEP).exists()
+        assert ports_on("spare") == served.ports
+        while [*bench.reports[-1].machines[-1].services] != ["b", "p"]:  # noqa: ASYNC110 - reports have no signal
+            await asyncio.sleep(0.01)
+        assert [*lost_machine(bench).services] == ["a", "p"]
+        assert identify(pid) is not None
+        p.send_signal(signal.SIGTERM)
+        assert await p.wait() == -signal.SIGTERM
+        await until_gone(added)
+        bench.cluster.lost.clear()
+        assert a.returncode is None
+
+
+async def test_a_part_that_fails_ends_its_service_and_another_broker_follows_all_parts(
+    stage: Stage, tmp_path: Path
+) -> None:
+    bench = Bench(
+        stage, tmp_path, [program("a", WAITS), program("b", WAITS), beside(tmp_path / "m", "a", "b")], left=1, right=1
+    )
+    async with bench.broker(ends_all=False):
+        p = await bench.start("p")
+        pid = int((await line_of(p, "pid")).split()[1])
+        later = int((await line_of(p, "right: pid")).split()[-1])
+    bench.cluster.reserved.clear()
+    async with bench.broker():
+        assert identify(later) is not None
+        os.kill(later, signal.SIGKILL)
+        assert "right: its part exited with code -9; the others are ended" in await line_of(p, "grpo-tui")
+        assert await p.wait() == -signal.SIGKILL
+        await until_gone(pid)
+
+
+async def test_a_service_beside_one_that_was_placed_elsewhere_is_started_again_there(
+    stage: Stage, tmp_path: Path
+) -> None:
+    trainer = replace(program("a", WAITS), kind="trainer")
+    bench = Bench(stage, tmp_path, [trainer, program("b", WAITS), beside(tmp_path / "m", "a", "b")], left=1, right=1)
+    async with bench.broker() as running:
+        p = await bench.start("p")
+        assert (await line_of(p, "part")).startswith("part left ")
+        pid = int((await line_of(p, "pid")).split()[1])
+        running._places["a"], running._places["b"] = running._places["b"], running._places["a"]
+        running._follow_to_machines()  # as where ranks of `a` were lost, and all were placed together
+        assert await line_of(p, "grpo-tui") == "grpo-tui: a is on another machine now"
+        assert await p.wait() == remote_process.EXIT_LOST
+        await until_gone(pid)
+        again = await bench.start("p", attempt=2)
+        assert (await line_of(again, "part")).startswith("part right ")
+
+
+async def test_an_agent_is_no_child_of_the_actor_that_starts_it_which_kills_its_children_as_it_exits(
+    stage: Stage, tmp_path: Path
+) -> None:
+    run_folder, folder = tmp_path / stage.run, tmp_path / "agent"
+    run_folder.mkdir()
+    own = str(os.getpid())
+    argv = module_command("grpo_tui.supervisor.placement.agent", str(run_folder), str(folder), "node", own)
+    starting = await asyncio.create_subprocess_exec(*argv, start_new_session=True)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await starting.wait() == 0
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_unix_connection(folder / "agent.sock")
+                break
+            await asyncio.sleep(0.05)
+        pid, _ = peer_of(writer.get_extra_info("socket"))
+        stat = read_stat(pid)
+        assert stat is not None
+        assert stat.parent != os.getpid()
+        writer.write(to_line(wire.End()))
+        assert wire.Done.model_validate_json(await reader.readline()).error is None
+        writer.close()
+        await until_gone(pid)
+        assert not folder.exists()

@@ -310,7 +310,7 @@ def test_shared_memory_of_a_live_run_whose_longer_name_begins_with_this_one_is_l
     monkeypatch.setattr(teardown, "registered_folders", lambda: {tmp_path / "logs" / "zz-1123-041503-7f3a"})
     for name in ("grpo-zz-rank0", "grpo-zz-1123-041503-7f3a-rank0"):
         (tmp_path / name).touch()
-    assert teardown._remove_shared_memory("zz", []) == [str(tmp_path / "grpo-zz-rank0")]
+    assert teardown.remove_shared_memory("zz", frozenset()) == [str(tmp_path / "grpo-zz-rank0")]
     assert [path.name for path in tmp_path.iterdir()] == ["grpo-zz-1123-041503-7f3a-rank0"]
 
 

@@ -123,7 +123,10 @@ def test_an_existing_cluster_is_joined_without_starting_one() -> None:
         (["services.vllm.num_devices=2"], "a machine has cluster.devices_per_machine = 1"),
         (["cluster.machines=1"], "1 with 1 devices each, but services take 2"),
         (["bridge={mode='shared_vllm'}"], "shares memory between services"),
-        (["bridge={mode='parameter_service'}", "cluster.address=a:1"], "writes into memory that trainer and service"),
+        (
+            ["bridge={mode='parameter_service'}", "cluster.address=a:1"],
+            "writes into memory that trainer, service and ser",
+        ),
         (["services.vllm.gpus=[0]"], "keep num_devices alone"),
         (["cluster.kind=local", "cluster.address=head:1"], "has no effect with kind"),
     ],
@@ -253,3 +256,63 @@ def test_a_trainer_can_ask_for_a_number_of_machines_of_any_cluster() -> None:
 def test_what_ranks_over_machines_cannot_have_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(str(available_profiles()["tiny-ray"]), ["cluster.machines=3", *overrides])
+
+
+OTHERS_OF_POLICY = {"api": "rollout_api", "parameters": "parameters"}
+ON_MACHINES = [
+    "cluster={kind='ray', machines=3}",
+    "services.parameters.every_machine=true",
+    "services.trainer.num_devices=1",
+    "services.vllm.num_devices=2",
+]
+
+
+def test_a_parameter_service_of_every_machine_is_beside_trainer_and_servers_which_wait_for_theirs() -> None:
+    file = str(available_profiles()["tiny-parameters"])
+    for more in ([], ["cluster.address=a:1"]):
+        profile = load(file, [*ON_MACHINES, *more])
+        plan = make_plan(profile, run_folder=Path("run"), python="python")
+        by_name = {each.name: each for each in plan.launches}
+        service, folder = by_name["parameters"], Path("run/handover").absolute()
+        assert service.beside == ("trainer", "vllm", "vllm-2")
+        assert (service.is_placed, service.num_devices, service.prepares) == (True, 0, False)
+        assert service.needs == {"machines": NeedCondition.READY}
+        assert service.machine_folder == by_name["vllm"].machine_folder == folder
+        assert service.later_arguments == ("--source", "http://127.0.0.1:9201", "--port", "0")
+        assert by_name["vllm-2"].machine_arguments == ("--handover", "{folder}")
+        assert "--awaits-handover" in by_name["vllm-2"].argv
+        assert "a part on each machine of trainer, vllm, vllm-2" in plan_text(plan, profile)
+        assert Plan.from_json(plan.to_json()) == plan
+    alone = make_plan(load(file), run_folder=Path("run"), python="python")
+    assert not any(each.is_placed or "--awaits-handover" in each.argv for each in alone.launches)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.kind=local"], "every_machine=true: has no effect without a cluster"),
+        (["services.parameters.source=http://a:1"], "source=http://a:1: 'http://a:1', but with every_machine each"),
+        (["services.parameters.num_devices=1"], "num_devices=1: 1, but with every_machine"),
+        (["services.vllm.handover=/a"], "handover=/a: replica vllm-2: with services.parameters.every_machine each"),
+        (["services.second={kind='parameters', port=9300}"], "gives each machine a service already: remove services.s"),
+    ],
+)
+def test_what_a_parameter_service_of_every_machine_cannot_have_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(str(available_profiles()["tiny-parameters"]), [*ON_MACHINES, *overrides])
+
+
+def test_a_parameter_service_of_every_machine_needs_trainer_and_servers_on_machines() -> None:
+    file = str(available_profiles()["tiny-parameters"])
+    with pytest.raises(ConfigError, match=r"services\.trainer\.num_devices: not set, and services\.parameters\.every_"):
+        load(file, [*ON_MACHINES[:2], ON_MACHINES[3]])
+    with pytest.raises(ConfigError, match="give a service of kind parameters every_machine = true"):
+        load(file, [ON_MACHINES[0], "cluster.address=a:1", *ON_MACHINES[2:]])
+
+
+def test_a_parameter_service_of_a_policy_keeps_versions_where_its_servers_look(tmp_path: Path) -> None:
+    stack = STACK.replace("MODE", "parameter_service").replace("num_devices = 2\n", 'device = "cpu"\npolicy = "a"\n')
+    of_policy = [f'[services.{name}]\nkind = "{kind}"\npolicy = "a"\n' for name, kind in OTHERS_OF_POLICY.items()]
+    plan = planned(tmp_path, stack + "".join(of_policy))
+    folders = {each.argv[each.argv.index("--handover") + 1] for each in plan.launches if "--handover" in each.argv}
+    assert folders == {str(tmp_path / "run" / "policies" / "a" / "handover")}

@@ -242,9 +242,10 @@ class ParameterServiceBridge:
                 return states
             if time.monotonic() > until or self._context.is_stopping():
                 urls = ", ".join(each.url for state in states for each in state.servers if each.is_away)
+                why = "; ".join([each for state in states for each in state.late] or [f"no answer of {urls}"])
                 raise PeerUnavailable(
-                    f"version {version} is not served after {self._context.patience_s:g} s: no answer of {urls}; look "
-                    "at the logs of the inference servers"
+                    f"version {version} is not served after {self._context.patience_s:g} s: {why}; look at the logs of "
+                    "the parameter service and of the inference servers"
                 )
             time.sleep(_POLL_S)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -30,9 +31,9 @@ from grpo_engine.bridges.transport.servers import Server
 from grpo_engine.errors import BridgeError, GrpoError, PeerUnavailable
 from grpo_engine.retrying import never
 from grpo_engine.wire.codec import read_whole
-from grpo_engine.wire.handover import HandoverNote
+from grpo_engine.wire.handover import HandoverNote, PlacedPorts
 from grpo_engine.wire.parameters import BeginRequest, ParametersState, ServedBy
-from grpo_engine.wire.run_folder import HANDOVER_CURRENT, HANDOVER_NOTE
+from grpo_engine.wire.run_folder import HANDOVER_CURRENT, HANDOVER_IN_STEP, HANDOVER_NOTE, HANDOVER_PORTS
 
 _ASK_WITHIN_S = 5.0
 """A server that was stopped must not hold up the others for longer."""
@@ -65,16 +66,19 @@ class ParameterStore:
         *,
         storage: Path | None = None,
         is_stopping: Callable[[], bool] = never,
+        has_placed_only: bool = False,
     ) -> None:
         """Take up what an earlier service has left in the folder, and begin to look at the servers.
 
         Args:
             folder: where servers that start find the newest version, as `current`.
             storage: where versions are written; None: /dev/shm, where there is room for two.
+            has_placed_only: whether only those servers are here whose ports are in `ports.json` of the folder.
         """
         self._folder, self._storage, self._is_stopping = folder, storage, is_stopping
         self._instance = uuid.uuid4().hex[:12]
-        self._servers = [Server(ServerClient(url, patience_s=0.0, is_stopping=is_stopping)) for url in server_urls]
+        self._known = [Server(ServerClient(url, patience_s=0.0, is_stopping=is_stopping)) for url in server_urls]
+        self._has_placed_only = has_placed_only
         self._given: dict[Server, int] = {}
         """Number of the version that each was given, or has loaded as it started."""
         self._serves: dict[Server, int] = {}
@@ -101,6 +105,30 @@ class ParameterStore:
     def newest(self) -> Version | None:
         """The newest version."""
         return self._newest
+
+    @property
+    def _servers(self) -> list[Server]:
+        """Those of this machine; in a cluster they may be placed here, and elsewhere, at any time."""
+        if not self._has_placed_only:
+            return self._known
+        try:
+            ports = PlacedPorts.model_validate_json(read_whole(self._folder / HANDOVER_PORTS)).ports
+        except (OSError, ValidationError):
+            return []
+        return [each for each in self._known if urlsplit(each.url).port in ports]
+
+    def begin_behind(self) -> None:
+        """Have servers that start wait until `tell_in_step`."""
+        (self._folder / HANDOVER_IN_STEP).unlink(missing_ok=True)
+
+    def tell_in_step(self) -> None:
+        """Let servers start that wait for the newest version: it is here, or there is none.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / HANDOVER_IN_STEP).touch()
 
     def begin(self, request: BeginRequest) -> Path:
         """A folder to write a version into; one that was begun before and not committed is removed.
@@ -179,7 +207,8 @@ class ParameterStore:
             newest, num_answered = self._newest, 0
             if newest is None:
                 return
-            for server in self._servers:
+            servers = self._servers
+            for server in servers:
                 try:
                     self._bring_up(server)
                 except PeerUnavailable as error:
@@ -189,7 +218,7 @@ class ParameterStore:
                 else:
                     server.is_away = False
                     num_answered += 1
-            if num_answered or not self._servers:
+            if num_answered or not servers:
                 self._settled = newest.number
 
     def close(self, *, keeps_newest: bool = False) -> None:
@@ -201,7 +230,7 @@ class ParameterStore:
             self._abandon()
             if self._checkpoints is not None and not (keeps_newest and not self._is_in_folder()):
                 self._checkpoints.close()
-        for server in self._servers:
+        for server in self._known:
             server.client.close()
 
     def _is_in_folder(self) -> bool:

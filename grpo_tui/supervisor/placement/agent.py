@@ -38,7 +38,7 @@ from grpo_engine.wire.run_folder import MACHINE_ENDED, PLAN_FILE, service_log
 from grpo_engine.wire.supervisor import PlacedUsage, RanksReport, ServiceReport, read_from_client
 from grpo_tui.paths import host_folder
 from grpo_tui.run_files.log_file import read_part
-from grpo_tui.supervisor import preflight
+from grpo_tui.supervisor import preflight, teardown
 from grpo_tui.supervisor.capped_log import LogCapper
 from grpo_tui.supervisor.keeper.client import ExitReport, Keeper, adopt_keeper, start_keeper
 from grpo_tui.supervisor.keeper.orphans import become_reaper, kill_adopted
@@ -375,8 +375,11 @@ class Agent:
         if self._watches:
             await asyncio.wait(set(self._watches), timeout=END_WITHIN_S)
         await asyncio.to_thread(kill_adopted)
-        if self._relay is not None:
+        if self._relay is not None:  # shared memory is this machine's alone too
             await self._relay.close()
+            removed = await asyncio.to_thread(teardown.remove_shared_memory, self._run_folder.name, frozenset())
+            if removed:
+                log.info("removed from shared memory: %s", ", ".join(removed))
 
 
 def free_port(address: str, but: Collection[int], *, range_file: Path = PORT_RANGE_FILE) -> int | None:
@@ -412,6 +415,8 @@ def _is_ours(path: Path) -> bool:
 def main() -> int:
     """Serve one machine; exits at once where an agent of it runs already."""
     run_folder, folder, node, raylet = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    if os.fork():  # a worker of Ray that exits with its raylet kills its children
+        return 0
     folder.mkdir(mode=0o700, exist_ok=True)
     os.umask(0o077)
     become_reaper()

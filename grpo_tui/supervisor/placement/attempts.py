@@ -1,7 +1,9 @@
 """One attempt of a service, on one machine or in parts on several, followed for the process that stands for it.
 
 The parts are one service: their logs are one log, the first part gets the signals and ends the others, and when one
-fails all are ended. Nothing is kept here that is not on both sides: another broker follows the attempt from there on.
+fails all are ended. Of a service that follows others to their machines (`Launch.beside`) a lost part ends nothing,
+parts are added, and all get the signals. Nothing is kept here that is not on both sides: another broker follows the
+attempt from there on.
 """
 
 from __future__ import annotations
@@ -26,12 +28,16 @@ from grpo_engine.wire.supervisor import RanksReport, ServiceReport
 from grpo_tui.remote_process import EXIT_LOST
 from grpo_tui.services.base import DEVICE_ORDER, VISIBLE_DEVICES, Launch
 from grpo_tui.supervisor.placement import wire
-from grpo_tui.supervisor.placement.cluster import MachineLost
+from grpo_tui.supervisor.placement.cluster import MachineLost, NoAnswer
 from grpo_tui.supervisor.placement.machine_report import Held
 
 START_LIMIT_S = 60.0
 """For an agent to start, and to check ports and GPU memory."""
 FOLLOW_S = 0.5
+MOST_PARTS = 1_000_000
+"""Of one attempt, with those that were lost."""
+NOT_STARTED = 1
+"""Exit code of a part that its machine refuses to start."""
 PART_GRACE_S = 5.0
 """For the other parts to exit where one has failed; ranks whose peer has exited fail within a second."""
 KILLED_WITHIN_S = 10.0
@@ -98,24 +104,26 @@ class PlacedAttempt:
         parts: Sequence[Part],
         writer: Writer,
         *,
-        claim: Callable[[], None],
+        claim: Callable[[int], None],
         pass_on: PassOn,
         ports: Collection[int] = (),
     ) -> None:
         """
         Args:
             parts: one for each machine of the service, the first one first.
-            claim: called at each question, since an attempt that nobody follows is ended.
+            claim: called at each question, with the attempt as its machine numbers it, since one that nobody follows
+                is ended.
             pass_on: takes what the service reports of itself.
             ports: those of all services of the run.
         """
         self._agents = agents
         self._launch = launch
         self._request = request
-        self._parts = parts
+        self._parts = list(parts)
         self._writer = writer
         self._claim = claim
         self._pass_on = pass_on
+        self._has_moved = asyncio.Event()
         self._ranks: dict[int, RanksReport] = {}
         """What each part says of its ranks."""
         self._ports = ports
@@ -132,15 +140,18 @@ class PlacedAttempt:
         name = self._launch.name
         signals = asyncio.create_task(self._pass_signals(reader), name=f"signals of {name}")
         copying = asyncio.create_task(self._copy_all(), name=f"log of {name}")
+        moving = asyncio.create_task(self._has_moved.wait(), name=f"place of {name}")
         try:
-            await asyncio.wait({signals, copying}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({signals, copying, moving}, return_when=asyncio.FIRST_COMPLETED)
             if copying.done():
                 return self._send(exit=copying.result())
-            await self._kill(self._parts)  # its process on the supervisor's side is gone
+            await self._kill(self._parts)
+            if not signals.done():  # else its process on the supervisor's side is gone
+                self._send(words=f"{self._launch.beside[0]} is on another machine now", exit=EXIT_LOST)
         finally:
-            signals.cancel()
-            copying.cancel()
-            await asyncio.gather(signals, copying, return_exceptions=True)
+            for task in (signals, copying, moving):
+                task.cancel()
+            await asyncio.gather(signals, copying, moving, return_exceptions=True)
 
     # --- the start -------------------------------------------------------------------------------------------------
 
@@ -150,6 +161,8 @@ class PlacedAttempt:
         Raises:
             GrpoError: a part cannot be started, or was lost while it was not followed.
         """
+        if self._launch.beside:
+            return await self._begin_beside()
         followed = await asyncio.gather(*(self._follow(part, 0.0) for part in self._parts))
         missing = [part for part, each in zip(self._parts, followed, strict=True) if not each.is_known]
         if not missing:
@@ -162,6 +175,27 @@ class PlacedAttempt:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
+
+    async def _begin_beside(self) -> None:
+        """Start the first part unless it runs; the others begin and end on their own.
+
+        Raises:
+            GrpoError: it cannot be started, or was lost while it was not followed.
+        """
+        first = self._parts[0]
+        if not (await self._follow(first, 0.0)).is_known:
+            if first.num_copied:
+                raise MachineLost(f"{first.held.node.name} has lost {self._launch.name}")
+            await self._start(first, None)
+
+    def add(self, part: Part) -> None:
+        """Begin a part where a service was placed that this one follows."""
+        part.num_copied = self._request.num_copied.get(part.number, 0)
+        self._parts.append(part)
+
+    def move(self) -> None:
+        """End all parts, where the first one belongs on another machine by now: the supervisor starts it again."""
+        self._has_moved.set()
 
     async def _free_port(self) -> int:
         """A port of the first machine, where the parts meet."""
@@ -183,6 +217,13 @@ class PlacedAttempt:
         environment |= {VISIBLE_DEVICES: ",".join(map(str, part.devices)), DEVICE_ORDER: "PCI_BUS_ID"}
         environment[MACHINE_ADDRESS_VARIABLE] = part.held.node.address
         placed = replace(self._launch, env=environment, gpus=part.devices)
+        if placed.machine_folder is not None:
+            name = part.held.node.name
+            folder = placed.machine_folder / name
+            own = (word.format(machine=name, folder=folder) for word in placed.machine_arguments)
+            placed = replace(placed, argv=(*placed.argv, *own))
+        if placed.beside and part.number:
+            placed = replace(placed, argv=(*placed.argv, *placed.later_arguments), ports=())
         if port is not None:
             values = {
                 "num_devices": len(part.devices),
@@ -193,7 +234,8 @@ class PlacedAttempt:
             }
             argv = (*placed.argv, *(word.format_map(values) for word in placed.part_arguments))
             placed = replace(placed, argv=argv, ports=placed.ports if part.number else (*placed.ports, port))
-        asked = wire.Start(launch=wire.LAUNCH.dump_json(placed).decode(), attempt=self._request.attempt)
+        number = self._number_on_machine(part)
+        asked = wire.Start(launch=wire.LAUNCH.dump_json(placed).decode(), attempt=number)
         try:
             answer = await self._agents.ask(part.held, asked, wire.Started, timeout_s=START_LIMIT_S)
         finally:
@@ -205,22 +247,32 @@ class PlacedAttempt:
 
     async def _copy_all(self) -> int:
         """Copy the logs of all parts until they have exited; where one has failed, end the others. The exit code."""
-        copying = {asyncio.create_task(self._copy(part)): part for part in self._parts}
+        copying: dict[asyncio.Task[int], Part] = {}
+        num_begun = 0
         ends: list[int] = []
         until_s, is_killed = math.inf, False
         try:
-            while copying:
+            while copying or not num_begun:
+                for part in self._parts[num_begun:] if until_s == math.inf else ():
+                    copying[asyncio.create_task(self._copy_begun(part))] = part
+                num_begun = len(self._parts)
                 limit_s = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
+                if self._launch.beside:  # parts may be added
+                    limit_s = FOLLOW_S if limit_s is None else min(FOLLOW_S, limit_s)
                 done, _ = await asyncio.wait(copying, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     part, code = copying.pop(task), task.result()
+                    if self._launch.beside and part.number and part.held.state == "lost":
+                        continue  # the others go on
                     if is_killed and code != EXIT_LOST:
                         continue
                     if code and copying and not any(ends):
                         self._send(words=f"{_exit_words(part, code)}; the others are ended")
+                        if self._launch.beside:  # ranks fail with each other
+                            await self._stop(copying.values())
                     ends.append(code)
                     until_s = min(until_s, time.monotonic() + self._grace_s(part, code))
-                if done:
+                if done or time.monotonic() < until_s:
                     continue
                 if is_killed:
                     break  # an agent that does not answer ends what nobody follows
@@ -234,16 +286,39 @@ class PlacedAttempt:
             await asyncio.gather(*copying, return_exceptions=True)
         return exit_code(ends, self._launch.final_exit_codes)
 
+    async def _copy_begun(self, part: Part) -> int:
+        """Copy the log of a part, which is started first where it was added; its exit code."""
+        while self._launch.beside and part.number:
+            try:
+                if not (await self._follow(part, 0.0)).is_known and not part.num_copied:
+                    await self._start(part, None)
+                break
+            except MachineLost as error:
+                self._agents.lose(part.held)
+                self._send(words=str(error))
+                return EXIT_LOST
+            except NoAnswer:
+                if part.held.state == "lost":
+                    return EXIT_LOST
+                await asyncio.sleep(FOLLOW_S)
+            except GrpoError as error:
+                self._send(words=str(error))
+                return NOT_STARTED
+        return await self._copy(part)
+
     def _grace_s(self, part: Part, code: int) -> float:
         """How long the others have when a part has exited; the first one ends the others when it has finished."""
         if code:
             return PART_GRACE_S
+        if self._launch.beside:
+            return self._launch.stop_grace_s
         return math.inf if part.number else self._launch.stop_grace_s
 
     async def _copy(self, part: Part) -> int:
         """Copy the log of a part until it has exited, or its machine is lost; its exit code."""
         name, service = part.held.node.name, self._launch.name
-        lines = LogLines(f"{name}: " if part.number else "") if len(self._parts) > 1 else None
+        has_parts = len(self._parts) > 1 or bool(self._launch.beside)
+        lines = LogLines(f"{name}: " if part.number else "") if has_parts else None
         while True:
             try:
                 followed = await self._follow(part, FOLLOW_S)
@@ -300,26 +375,40 @@ class PlacedAttempt:
         )
 
     async def _follow(self, part: Part, wait_s: float) -> wire.Followed:
-        self._claim()
-        asked = wire.Follow(
-            service=self._launch.name, attempt=self._request.attempt, num_copied=part.num_copied, wait_s=wait_s
-        )
-        return await self._agents.ask(part.held, asked, wire.Followed)
+        attempt = self._number_on_machine(part)
+        self._claim(attempt)
+        asked = wire.Follow(service=self._launch.name, attempt=attempt, num_copied=part.num_copied, wait_s=wait_s)
+        followed = await self._agents.ask(part.held, asked, wire.Followed)
+        if followed.report is not None:
+            report = followed.report.model_copy(update={"attempt": self._request.attempt})
+            followed = followed.model_copy(update={"report": report})
+        return followed
+
+    def _number_on_machine(self, part: Part) -> int:
+        """The attempt as the agent of its machine numbers it: a machine that comes back may know an earlier part."""
+        if not self._launch.beside:
+            return self._request.attempt
+        return self._request.attempt * MOST_PARTS + part.number
 
     # --- signals ---------------------------------------------------------------------------------------------------
 
     async def _pass_signals(self, reader: asyncio.StreamReader) -> None:
-        """Pass signals on to the first part until the process on the supervisor's side is gone."""
+        """Pass signals on, to the first part or to all, until the process on the supervisor's side is gone."""
         while line := await reader.readline():
             number = int(json.loads(line)["signal"])
             how: Literal["stop", "send"] = "stop" if number == self._launch.stop_signal else "send"
-            await self._signal(self._parts[0], how, number)
+            parts = self._parts if self._launch.beside else self._parts[:1]
+            await asyncio.gather(*(self._signal(part, how, number) for part in parts))
+
+    async def _stop(self, parts: Iterable[Part]) -> None:
+        await asyncio.gather(*(self._signal(part, "stop") for part in parts))
 
     async def _kill(self, parts: Iterable[Part]) -> None:
         await asyncio.gather(*(self._signal(part, "kill") for part in parts))
 
     async def _signal(self, part: Part, how: Literal["stop", "kill", "send"], number: int = 0) -> None:
-        asked = wire.Signal(service=self._launch.name, attempt=self._request.attempt, how=how, number=number)
+        attempt = self._number_on_machine(part)
+        asked = wire.Signal(service=self._launch.name, attempt=attempt, how=how, number=number)
         with suppress(GrpoError):
             await self._agents.ask(part.held, asked, wire.Done)
 

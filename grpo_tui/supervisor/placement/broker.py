@@ -21,7 +21,8 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.codec import MAX_LINE_BYTES, Message, Time, to_line, write_atomically, write_json_atomically
-from grpo_engine.wire.run_folder import BROKER_FILE, MACHINE_ENDED, PLACES_FILE
+from grpo_engine.wire.handover import PlacedPorts
+from grpo_engine.wire.run_folder import BROKER_FILE, HANDOVER_IN_STEP, HANDOVER_PORTS, MACHINE_ENDED, PLACES_FILE
 from grpo_engine.wire.supervisor import MachinesReport
 from grpo_tui.remote_process import EXIT_LOST
 from grpo_tui.services.base import Launch
@@ -111,9 +112,9 @@ class Broker:
         """
         self._cluster = cluster
         launches = list(launches)
-        self._launches = {launch.name: launch for launch in launches if launch.num_devices}
+        self._launches = {launch.name: launch for launch in launches if launch.is_placed}
         self._ports = {port for launch in launches for port in launch.ports}
-        self._ports_here = {port for launch in launches if not launch.num_devices for port in launch.ports}
+        self._ports_here = {port for launch in launches if not launch.is_placed for port in launch.ports}
         self._relay: Relay | None = None
         """Where the run uses machines of several addresses."""
         self._run_folder = run_folder
@@ -135,6 +136,8 @@ class Broker:
         self._reported_at_s = -LOOK_S
         self._places: dict[str, list[Place]] = {}
         """Of each service."""
+        self._attempts: dict[str, PlacedAttempt] = {}
+        """Those that are followed of services that are placed beside others."""
         self._followed: dict[tuple[str, int], float] = {}
         """When an attempt was last followed by a process of its supervisor."""
         self._placing = asyncio.Lock()
@@ -150,9 +153,17 @@ class Broker:
             GrpoError: the cluster has no room for a service.
         """
         known = await self._restore()
-        waiting = [launch for name, launch in self._launches.items() if not self._held or name not in known]
+        waiting = [
+            launch
+            for name, launch in self._launches.items()
+            if launch.num_devices and (not self._held or name not in known)
+        ]
         if waiting:
             await self._place(waiting)
+        for launch in self._launches.values():
+            if launch.beside and launch.name not in known:
+                self._places[launch.name] = self._wanted_beside(launch)
+        self._follow_to_machines()
         await self._route()
 
     async def serve(self, path: Path, ready: Callable[[], None]) -> None:
@@ -219,6 +230,7 @@ class Broker:
             devices = await self._reserve(node, wanted) if wanted > 0 or held is None else ()
             if held is None:
                 held = self._held[node.id] = Held(node=node, devices=devices)
+                self._forget_versions(node)
             else:
                 held.devices += devices
             free = self._unused(held, but_for=names)
@@ -228,6 +240,51 @@ class Broker:
                 log.info("%s runs on %s, devices %s", launch.name, name, taken)
         self._places |= chosen
         self._save()
+        self._follow_to_machines()
+
+    def _wanted_beside(self, launch: Launch) -> list[Place]:
+        """Where a service belongs that is placed beside others: on each machine of theirs that is not lost."""
+        first = self._places.get(launch.beside[0], [])[:1]
+        others = [place for name in launch.beside[1:] for place in self._places.get(name, [])]
+        nodes = dict.fromkeys(place.node for place in (*first, *others))
+        return [Place(node=node, devices=[]) for node in nodes if self._is_held(node)]
+
+    def _is_held(self, node: str) -> bool:
+        held = self._held.get(node)
+        return held is not None and held.state != "lost"
+
+    def _follow_to_machines(self) -> None:
+        """Add parts of services that are placed beside others, and tell each part what is placed on its machine."""
+        for launch in self._launches.values():
+            if not launch.beside:
+                continue
+            wanted, places = self._wanted_beside(launch), self._places.setdefault(launch.name, [])
+            attempt, first = self._attempts.get(launch.name), self._places.get(launch.beside[0], [])[:1]
+            if attempt is not None and first and first[0].node != places[0].node and self._is_held(first[0].node):
+                attempt.move()
+            elif attempt is not None:
+                for place in wanted:
+                    if place.node not in {each.node for each in places}:
+                        log.info("%s runs on %s too", launch.name, self._held[place.node].node.name)
+                        attempt.add(Part(number=len(places), held=self._held[place.node], devices=()))
+                        places.append(place)
+                self._save()
+            if launch.machine_folder is not None:
+                for place in wanted:
+                    self._tell_ports(self._held[place.node], launch.machine_folder)
+
+    def _forget_versions(self, node: Node) -> None:
+        """Have servers that start on a machine, which is new or was lost, wait for its parameter service."""
+        for launch in self._launches.values():
+            if launch.beside and launch.machine_folder is not None:
+                (launch.machine_folder / node.name / HANDOVER_IN_STEP).unlink(missing_ok=True)
+
+    def _tell_ports(self, held: Held, folder: Path) -> None:
+        """Write which ports services have that are placed on a machine."""
+        mine = (self._launches[name] for name in self._services_on(held))
+        ports = sorted({port for launch in mine for port in launch.ports if not launch.beside})
+        (folder / held.node.name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json_atomically(folder / held.node.name / HANDOVER_PORTS, PlacedPorts(ports=ports), mode=0o600)
 
     async def _reserve(self, node: Node, num_devices: int) -> tuple[int, ...]:
         self._joining[node.id] = Seen(node=node, since=time.time())
@@ -246,7 +303,7 @@ class Broker:
             if held.state != "lost":
                 mine = self._services_on(held)
                 inside.setdefault(held.node.address, set()).update(
-                    port for name in mine for port in self._launches[name].ports
+                    port for name in mine if self._listens_on(name, held) for port in self._launches[name].ports
                 )
                 if held.node.address != here:
                     agents[held.node.address] = held  # one for each address: its doors are for all processes there
@@ -277,9 +334,16 @@ class Broker:
     def _services_on(self, held: Held) -> tuple[str, ...]:
         return tuple(name for name, nodes in self._nodes_of.items() if held.node.id in nodes)
 
+    def _listens_on(self, name: str, held: Held) -> bool:
+        """Whether a service has its ports on a machine of it; one that is beside others, on the first."""
+        return not self._launches[name].beside or self._places[name][0].node == held.node.id
+
     @property
     def _nodes_of(self) -> dict[str, tuple[str, ...]]:
-        return {name: tuple(place.node for place in places) for name, places in self._places.items()}
+        return {
+            name: tuple(place.node for place in places if not self._launches[name].beside or self._is_held(place.node))
+            for name, places in self._places.items()
+        }
 
     async def _parts_of(self, name: str) -> list[Part]:
         """A service on its machines, or on others where one of them is lost; waits for those with room.
@@ -301,6 +365,29 @@ class Broker:
             if time.monotonic() > deadline:
                 raise NoRoom(f"{name}: {fault}")
             await asyncio.sleep(ROOM_ROUND_S)
+
+    async def _parts_beside(self, launch: Launch, request: FollowRequest) -> list[Part]:
+        """Of a service that is placed beside others; an attempt that is taken up keeps the numbers of its parts.
+
+        Raises:
+            GrpoError: the first of the others has no machine in time, or that of the first part was lost meanwhile.
+        """
+        await self._parts_of(launch.beside[0])
+        async with self._placing:
+            if not request.num_copied:
+                before, wanted = self._places.get(launch.name, []), self._wanted_beside(launch)
+                self._places[launch.name] = wanted
+                self._save()
+                if before[:1] != wanted[:1]:
+                    await self._route()
+            places = self._places[launch.name]
+            if not places or not self._is_held(places[0].node):
+                raise MachineLost(f"the machine of {launch.name} is lost")
+            return [
+                Part(number=number, held=self._held[place.node], devices=())
+                for number, place in enumerate(places)
+                if self._is_held(place.node)
+            ]
 
     def _living_parts(self, name: str) -> list[Part]:
         """The parts of a service; none where a machine of them is lost, since each needs the others."""
@@ -445,7 +532,12 @@ class Broker:
 
     def _fence(self, held: Held) -> None:
         """Keep what ran on a machine that does not answer from being started elsewhere while it may run there."""
-        if writers := [name for name in self._services_on(held) if self._launches[name].kind not in READERS]:
+        writers = [
+            name
+            for name in self._services_on(held)
+            if self._launches[name].kind not in READERS and not self._launches[name].beside  # it has a folder a machine
+        ]
+        if writers:
             until = time.time() + held.leased_at_s + FENCE_S - time.monotonic()
             self._fences[held.node.id] = Fence(machine=held.node.name, services=writers, until=until)
 
@@ -548,12 +640,15 @@ class Broker:
     async def _attend(self, request: FollowRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name, number = request.service, request.attempt
 
-        def claim() -> None:
-            self._followed[name, number] = time.monotonic()
+        def claim(attempt: int) -> None:
+            self._followed[name, attempt] = time.monotonic()
 
-        claim()
+        claim(number)
         if name not in self._launches:
             return send(writer, words=f"{name} takes no devices of the cluster", exit=EXIT_LOST)
+        launch = self._launches[name]
+        if launch.beside:
+            return await self._attend_beside(launch, request, writer, reader, claim)
         try:
             await self._parts_of(name)
             if (stopped_by := await self._wait_for_fences(name, reader)) is not None:
@@ -562,6 +657,28 @@ class Broker:
         except GrpoError as error:
             return send(writer, words=str(error), exit=EXIT_LOST)
         attempt = PlacedAttempt(
-            self, self._launches[name], request, parts, writer, claim=claim, pass_on=self._pass_on, ports=self._ports
+            self, launch, request, parts, writer, claim=claim, pass_on=self._pass_on, ports=self._ports
         )
         await attempt.run(reader)
+
+    async def _attend_beside(
+        self,
+        launch: Launch,
+        request: FollowRequest,
+        writer: asyncio.StreamWriter,
+        reader: asyncio.StreamReader,
+        claim: Callable[[int], None],
+    ) -> None:
+        """The same for a service that is placed beside others, whose parts are added and lost."""
+        try:
+            parts = await self._parts_beside(launch, request)
+        except GrpoError as error:
+            return send(writer, words=str(error), exit=EXIT_LOST)
+        attempt = PlacedAttempt(self, launch, request, parts, writer, claim=claim, pass_on=self._pass_on)
+        self._attempts[launch.name] = attempt
+        self._follow_to_machines()
+        try:
+            await attempt.run(reader)
+        finally:
+            if self._attempts.get(launch.name) is attempt:
+                del self._attempts[launch.name]

@@ -66,7 +66,7 @@ RESERVE_LIMIT_S = 60.0
 ASK_MARGIN_S = 1.0
 LOOK_S = 1.0
 """Between two looks whether a machine is still there whose devices are waited for."""
-AGENT_WITHIN_S = 30.0
+AGENT_WITHIN_S, LISTENS_WITHIN_S = 30.0, 5.0
 WATCH_S = 0.5
 HEAD_ANSWERS_WITHIN_S = 5.0
 EXIT_WITHIN_S = 2.0
@@ -238,7 +238,7 @@ class MachineActor:
                 return line
 
     async def _start_agent(self) -> None:
-        """Start an agent in a session of its own; returns once it listens, or has exited."""
+        """Start an agent in a session of its own; returns once it listens, or another one does, or none in time."""
         folder = agent_folder(self._run_folder, self._machine)
         folder.mkdir(mode=0o700, exist_ok=True)
         module = "grpo_tui.supervisor.placement.agent"
@@ -248,12 +248,12 @@ class MachineActor:
             process = subprocess.Popen(  # noqa: ASYNC220 - it outlives this process
                 argv, cwd="/", env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
-        while process.poll() is None:
+        deadline = time.monotonic() + LISTENS_WITHIN_S
+        while process.poll() is None or time.monotonic() < deadline:  # it goes on in a process that is no child of this
             with suppress(OSError):
                 (await asyncio.open_unix_connection(self._socket))[1].close()
                 return
             await asyncio.sleep(0.05)
-        await asyncio.sleep(0.2)
 
 
 REMOTE_ACTOR: Any = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=64)(MachineActor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +24,14 @@ from grpo_engine.bridges import Bridge
 from grpo_engine.bridges.transport import parameter_store
 from grpo_engine.bridges.transport.parameter_store import ParameterStore
 from grpo_engine.errors import BridgeError, PeerUnavailable
+from grpo_engine.parameters import machines
 from grpo_engine.parameters.app import create_app
 from grpo_engine.parameters.fetching import Fetcher
-from grpo_engine.wire.parameters import BeginRequest, ParametersState
+from grpo_engine.parameters.machines import OtherMachines
+from grpo_engine.wire.handover import PlacedPorts
+from grpo_engine.wire.log_lines import WAITING_FOR_WEIGHTS
+from grpo_engine.wire.parameters import BeginRequest, MachineReport, ParametersState, ServedBy
+from grpo_engine.wire.run_folder import HANDOVER_PORTS
 
 
 class FakeServer:
@@ -188,6 +194,64 @@ def test_every_route_but_health_requires_the_token_and_bodies_are_checked(store:
         assert (answer.status_code, "was not begun here" in answer.json()["detail"]) == (400, True)
 
 
+def told(machine: str, state: ParametersState, source: ParametersState | None, **changes: Any) -> MachineReport:
+    """What a machine reports that has fetched what the source had."""
+    fetched = {} if source is None else {"source_instance": source.instance, "source_number": source.number}
+    return MachineReport(machine=machine, state=state.model_copy(update=changes), **fetched)
+
+
+def test_the_service_that_others_fetch_from_answers_for_their_machines_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(machines.time, "monotonic", lambda: now_s[0])
+    urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]
+    others = OtherMachines(urls)
+    served = [ServedBy(url=url, policy_version=7, is_away=False) for url in urls]
+    own = ParametersState(instance="a", number=3, policy_version=7, is_settled=True)
+    assert [each.is_away for each in others.with_them(own).servers] == [True, True, True]  # not placed yet
+
+    here = ParametersState(instance="b", is_settled=True, longest_s=2.0)
+    others.take(told("m2", here, own, servers=served[:2]))
+    state = others.with_them(own)
+    assert (state.is_settled, state.late, state.longest_s) == (True, [], 2.0)
+    assert [(each.url, each.is_away) for each in state.servers] == [(urls[0], False), (urls[1], False), (urls[2], True)]
+
+    pushed = own.model_copy(update={"number": 4, "policy_version": 8})
+    state = others.with_them(pushed)
+    assert (state.is_settled, state.late) == (False, ["m2 does not have version 8 yet (it is being fetched)"])
+    others.take(told("m2", here, pushed, servers=served[:2], is_settled=False))
+    assert others.with_them(pushed).late == ["servers of m2 are loading version 8"]
+    others.take(told("m2", here, pushed, servers=served[:2], problem="it does not fit"))
+    assert others.with_them(pushed).problem == "m2: it does not fit"
+
+    others.take(told("m3", here, None, servers=[served[2].model_copy(update={"is_away": True})]))
+    others.take(told("m2", here, pushed, servers=served[:2]))
+    assert others.with_them(pushed).is_settled  # no server of m3 answers, so nobody waits for it
+    now_s[0] += machines.SILENT_AFTER_S
+    state = others.with_them(own)  # both are lost
+    assert (state.is_settled, [each.is_away for each in state.servers]) == (True, [True, True, True])
+
+
+def test_a_service_of_a_cluster_has_the_servers_that_are_placed_on_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter_store, "ServerClient", FakeServer)
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    with closing(ParameterStore(tmp_path / "here", urls, storage=tmp_path, has_placed_only=True)) as store:
+        assert store.state().servers == []
+
+        def place(*ports: int) -> list[str]:
+            (tmp_path / "here").mkdir(exist_ok=True)
+            (tmp_path / "here" / HANDOVER_PORTS).write_text(PlacedPorts(ports=[*ports]).model_dump_json())
+            store.roll()
+            return [each.url for each in store.state().servers]
+
+        push(store, 1)
+        assert place(2) == [urls[1]]
+        assert (SERVERS[urls[0]].loaded, SERVERS[urls[1]].loaded) == ([], [1])
+        assert place(1, 2) == urls
+        assert SERVERS[urls[0]].loaded == [1]
+
+
 class Service:
     """A parameter service in a process of its own."""
 
@@ -304,3 +368,47 @@ def test_the_servers_of_another_machine_are_given_what_its_service_fetches(model
         end_all([here.process, there.process])
         for each in servers:
             each.close()
+
+
+@pytest.mark.slow
+@pytest.mark.extended("test_the_service_that_others_fetch_from_answers_for_their_machines_too, without processes")
+def test_a_server_loads_when_its_machine_has_the_newest_version_and_the_trainer_asks_one_service(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("trainer", "servers")]
+    for folder in folders:
+        folder.mkdir()
+    handover = folders[1] / "handover"
+    server = Serving(model_folder, folders[1], "--handover", str(handover), "--awaits-handover")
+    here = Service(folders[0], "--machine", "m1", "--server-urls", server.url)
+    flags = ("--machine", "m2", "--server-urls", server.url, "--source", here.url)
+    processes = [here.process]
+    handover.mkdir()
+    (handover / HANDOVER_PORTS).write_text(PlacedPorts(ports=[server.port]).model_dump_json())
+    first = Serving(model_folder, folders[0])  # for the trainer to attach to
+    try:
+        first.start()
+        with closing(bridge_of(here, [first], tmp_path)) as bridge:
+            model = bridge.attach().model.eval()
+            service_of_trainer = httpx.get(f"{here.url}/parameters").json()
+            assert [each["is_away"] for each in service_of_trainer["servers"]] == [True]
+            with ThreadPoolExecutor() as pool:
+                publishing = pool.submit(bridge.publish, 1, shift(model, 1))
+                starting = pool.submit(server.start)
+                log = folders[1]
+                while not any(WAITING_FOR_WEIGHTS.text[:40] in path.read_text() for path in log.glob("*.log")):
+                    assert not starting.done()
+                assert not publishing.done()  # no server has it
+                there = Service(folders[1], *flags)
+                processes.append(there.process)
+                update = publishing.result()
+                starting.result()
+            assert update is not None
+            assert update.num_servers == 1
+            assert_agreement(server.now, model, 1)
+            bridge.publish(2, shift(model, 2))
+            assert_agreement(server.now, model, 2)
+    finally:
+        end_all(processes)
+        server.close()
+        first.close()
