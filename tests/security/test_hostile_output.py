@@ -19,6 +19,7 @@ from grpo_engine.environments.items import source
 from grpo_engine.environments.items.source import ItemSource
 from grpo_engine.errors import CheckpointError, ConfigError
 from grpo_engine.train.recording.line_file import LineFile
+from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.supervisor import RunState
 from grpo_tui.client.lives import copy_checkpoint, copy_item_state
 from grpo_tui.client.local import StartRefused
@@ -32,7 +33,7 @@ from grpo_tui.supervisor.core import Supervisor
 from grpo_tui.supervisor.probes import LogSearch, Prober
 from grpo_tui.supervisor.progress import Progress
 from grpo_tui.supervisor.report import console_metrics
-from grpo_tui.supervisor.report.console_metrics import ConsoleMetrics, StepReader
+from grpo_tui.supervisor.report.console_metrics import ConsoleMetrics, StepReader, WrittenSteps
 from grpo_tui.supervisor.state_file import read_state
 from grpo_tui.view.comparison import ComparedRun, compare
 from grpo_tui.view.comparison_page import to_html, to_svg
@@ -164,6 +165,42 @@ async def test_a_flood_of_steps_in_the_output_holds_up_no_end_of_a_service(
     ended.set()
     await reader.run(ended)
     assert notices == ["it printed faster than its output is read: metrics of its last steps are left out"]
+
+
+async def test_steps_that_are_printed_without_end_do_not_fill_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices: list[str] = []
+    (tmp_path / "keepers").mkdir()
+    (tmp_path / "a.log").write_text("".join(f"step {step} loss 1\n" for step in range(100)))
+    monkeypatch.setattr(console_metrics, "MAX_STEPS", 10)
+    ended = asyncio.Event()
+    ended.set()
+    console = {"step": ConsoleMetric(pattern=r"step (\d+)"), "loss": ConsoleMetric(pattern=r"loss (\d+)")}
+    with open_stage(tmp_path) as stage:
+        launch = stage.launch("true", console=console)
+        for _ in range(2):  # the second as a supervisor that takes over
+            reader = ConsoleMetrics(launch, attempt=1, log_offset=0, run_folder=tmp_path, notice=notices.append)
+            reader._log = tmp_path / "a.log"
+            await reader.run(ended)
+            assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 10
+    assert notices == ["it printed 10 steps: metrics of further ones are left out"] * 2
+
+
+def test_steps_that_were_not_written_are_read_again_in_linear_time() -> None:
+    """A supervisor that takes over looked for each of them among all that were: 25 ms a line beside a million."""
+
+    class Steps(tuple[int, ...]):
+        __slots__ = ()
+
+        def index(self, *_: object) -> int:  # type: ignore[override]
+            raise AssertionError("searched")
+
+    last = MetricsLine(time=1.0, step=9, policy_version=9, metrics={"loss": 1.0})
+    console = {"step": ConsoleMetric(pattern=r"step (\d+)"), "loss": ConsoleMetric(pattern=r"loss (\d+)")}
+    reader = StepReader(console, report=pytest.fail, written=WrittenSteps(steps=Steps(range(10)), last=last))
+    assert reader.read("step 20 loss 1") == []
+    assert [record.step for record in reader.read("step 21 loss 1")] == [20]
 
 
 READ_PARTS = [

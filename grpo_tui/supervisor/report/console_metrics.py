@@ -33,6 +33,8 @@ POLICY_VERSION = "policy_version"
 POLL_S = 1.0
 MOST_STEPS = 2**63 - 1
 """Largest step and policy version, as in `MetricsLine`."""
+MAX_STEPS = 1_000_000
+"""Written of an attempt: a service that floods its log with steps must not fill the disk, or the memory of readers."""
 REST_WITHIN_S = 5.0
 """For what a service has printed when it exits: a service that floods its log must not hold up the end of its run."""
 MAX_PART_BYTES = 1 << 20
@@ -86,6 +88,7 @@ class StepReader:
         self._report = report
         self._reported: set[str] = set()
         self._written = written or WrittenSteps()
+        self._last_places = {step: place for place, step in enumerate(self._written.steps)}
         self._num_reread = 0
         """How many of the written steps were read again."""
         last = self._written.last
@@ -172,10 +175,9 @@ class StepReader:
     def _open(self, step: int) -> None:
         self._step, self._values, self._names, self._given = step, {}, set(), None
         self._is_skipped = False
-        try:
-            self._num_reread = 1 + self._written.steps.index(step, self._num_reread)
-        except ValueError:
+        if self._last_places.get(step, -1) < self._num_reread:
             return
+        self._num_reread = 1 + self._written.steps.index(step, self._num_reread)
         self._is_skipped = self._num_reread < len(self._written.steps)
         if not self._is_skipped and self._written.last is not None:
             self._values = dict(self._written.last.metrics)
@@ -218,6 +220,8 @@ class ConsoleMetrics:
         self._messages: list[str] = []
         self._reader: StepReader | None = None
         self._unwritten: list[StepRecord] = []
+        self._num_steps = 0
+        self._is_full = False
         self._is_fault_reported = False
 
     async def run(self, ended: asyncio.Event) -> None:
@@ -246,11 +250,13 @@ class ConsoleMetrics:
     def _read_on(self, *, is_over: bool) -> bool:
         """Read new lines and write their steps; while a step cannot be written, the log is not read further."""
         until_s = time.monotonic() + POLL_S
+        if self._is_full:
+            return False
         try:
             reader = self._reader = self._reader or self._begin()
             self._write()
             has_more = False
-            while not has_more and (lines := self._new_lines(is_over=is_over)):
+            while not has_more and not self._is_full and (lines := self._new_lines(is_over=is_over)):
                 for line in lines:
                     self._unwritten.extend(reader.read(line))
                 self._write()
@@ -268,6 +274,7 @@ class ConsoleMetrics:
 
     def _begin(self) -> StepReader:
         written = written_steps(self._metrics_file, marked_offset(self._mark, self._metrics_file))
+        self._num_steps = len(written.steps)
         return StepReader(self._console, report=self._messages.append, written=written)
 
     def _new_lines(self, *, is_over: bool) -> list[str]:
@@ -283,13 +290,18 @@ class ConsoleMetrics:
     def _write(self) -> None:
         if not self._unwritten:
             return
+        del self._unwritten[max(0, MAX_STEPS - self._num_steps) :]
         at = time.time()
         lines = (
             MetricsLine(time=at, step=read.step, policy_version=read.policy_version, metrics=dict(read.metrics))
             for read in self._unwritten
         )
         append_lines(self._metrics_file, b"".join(map(to_line, lines)))
+        self._num_steps += len(self._unwritten)
         self._unwritten.clear()
+        if self._num_steps >= MAX_STEPS and not self._is_full:
+            self._is_full = True
+            self._messages.append(f"it printed {MAX_STEPS:,} steps: metrics of further ones are left out")
 
 
 def new_part(log: Path, offset: int) -> tuple[int, bytes]:
