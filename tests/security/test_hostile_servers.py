@@ -176,7 +176,7 @@ def test_an_evaluation_of_environments_and_texts_without_end_gives_bounded_metri
         return EvaluationState(order=order, is_over=True, answers=answers, **lists)
 
     names = {name.split("/")[1] for name in evaluation_metrics(over([named(number) for number in range(1500)]))}
-    assert len(names) < 1100  # 30,000 of them, 7 MB, held a trainer for more than 40 s
+    assert len(names) < 1100  # 30,000 of them, 7 MB, took 9 s of CPU and 270,000 metrics
     many = ["x" * 100] * 100_000
     versions = [[list(range(100_000)), [0]]]
     problems = answer_problems(over([named(0, problem="y" * 10**7), named(1, policy_versions=versions)], missing=many))
