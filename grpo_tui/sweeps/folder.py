@@ -175,7 +175,7 @@ def find_sweep(name: str | None, logs: Path = LOGS, *, to_run: bool = False) -> 
         require_own(folder, reader="grpo-tui sweep status")
     asked = validated(Asked, _read(folder / ASKED_FILE), where=str(folder / ASKED_FILE))
     path, table = Path(asked.profile), _read(folder / PROFILE_FILE)
-    found = points(asked, table, path, _read_chosen(folder, asked))
+    found = points(asked, table, path, _read_chosen(folder, asked), is_begun=True)
     return Sweep(folder=folder, asked=asked, profile_path=path, table=table, points=found)
 
 

@@ -19,6 +19,8 @@ from grpo_engine.wire.run_folder import SWEEP_FILE
 from grpo_tui.cli.sweep import resume_command, status_command, stop_command
 from grpo_tui.keeper_process import Stat
 from grpo_tui.paths import ForeignFolder
+from grpo_tui.profile.loaded import LoadedProfile
+from grpo_tui.profile.loading import load_table
 from grpo_tui.run_files.metrics import read_line
 from grpo_tui.sweeps import files
 from grpo_tui.sweeps.asked import Asked
@@ -147,6 +149,23 @@ def test_a_lock_that_is_a_link_to_that_of_another_command_ends_nothing(
 def test_a_run_that_names_an_impossible_sweep_is_of_none(tmp_path: Path, name: str) -> None:
     (tmp_path / SWEEP_FILE).write_text(json.dumps({"sweep": name, "id": "x", "point": 1}))
     assert read_mark(tmp_path) is None
+
+
+def test_a_sweep_of_thousands_of_points_is_read_without_loading_the_profile_for_each(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = ", ".join(f'"{number}"' for number in range(9999))  # 100 kB, of which `sweep status` took a minute
+    settings = f'profile = "{sweep.profile_path}"\n[settings]\n"services.t.env.V" = [{values}]\n'
+    (sweep.folder / "sweep.toml").write_text(settings)
+    loads: list[object] = []
+
+    def load(*settings: object, **options: object) -> LoadedProfile:
+        loads.append(settings)
+        return load_table(*settings, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("grpo_tui.sweeps.asked.load_table", load)
+    assert find_sweep("s").num_points == 9999
+    assert len(loads) == 1
 
 
 @pytest.mark.parametrize("name", ["sweep.toml", "profile.toml", "pruned.json", "chosen.json"])
