@@ -54,12 +54,20 @@ def run(config: ExportConfig) -> int:
         if config.card is not None:
             shutil.copyfile(config.card, folder / CARD)
 
-        from grpo_engine.export.model import add_generation_config, check, merge, name_base, require_adapter
+        from grpo_engine.export.model import (
+            add_generation_config,
+            check,
+            merge,
+            name_base,
+            require_adapter,
+            require_base,
+        )
         from grpo_engine.models.devices import require_device
 
         require_device(config.device)
         if has_adapter:
             require_adapter(folder)
+            require_base(marker)
         if config.merge_lora:
             merge(folder, marker, config.device)
         elif has_adapter:

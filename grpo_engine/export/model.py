@@ -7,8 +7,9 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import FrameType
@@ -27,7 +28,7 @@ from grpo_engine.models.lora import adapter_tensors
 from grpo_engine.models.merged_lora import merged_weights
 from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CheckpointMarker, open_regular
-from grpo_engine.wire.codec import read_whole
+from grpo_engine.wire.codec import read_whole, require_regular
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
@@ -168,6 +169,24 @@ def check(folder: Path, device: str) -> str:
     return f"it loads, and answers {PROMPT!r} with {answer!r}"
 
 
+def require_base(marker: CheckpointMarker) -> None:
+    """Build the base model of an adapter without memory, in a process with limits: a run from elsewhere may bring it.
+
+    Raises:
+        ModelError: it takes more than `TRIAL_CPU_S` or `TRIAL_BYTES`, is larger than its tensors, or has a pipe or
+            device.
+    """
+    if (base := checkpoint_folder(marker.model_name)) is None:
+        return
+    for path in base.iterdir():
+        try:
+            if not path.is_dir():
+                require_regular(path)
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}: correct or remove it") from None
+    _try(partial(_trial_of_model, base))
+
+
 def _try_small_parts(folder: Path) -> None:
     """Encode the question, and build the model without memory, in a process with limits.
 
@@ -177,11 +196,16 @@ def _try_small_parts(folder: Path) -> None:
     Raises:
         ModelError: they take more than `TRIAL_CPU_S` or `TRIAL_BYTES`, or the model is larger than its tensors.
     """
+    _try(partial(_trial, folder))
+
+
+def _try(trial: Callable[[], int]) -> None:
     child = os.fork()
     if not child:
         code = _FAILED
         try:
-            code = _trial(folder)
+            _limit_trial()
+            code = trial()
         except MemoryError:
             code = _TOO_LARGE
         finally:  # what else it raises is raised again, and reported, where the folder is loaded
@@ -190,7 +214,7 @@ def _try_small_parts(folder: Path) -> None:
     if code == _UNLIKE:
         raise ModelError(
             "the exported model does not load: config.json describes a larger model than its tensors are: the "
-            "checkpoint is damaged"
+            "checkpoint, or the base of its adapter, is damaged"
         )
     if code == _TOO_LARGE or code < 0:
         raise ModelError(
@@ -200,10 +224,11 @@ def _try_small_parts(folder: Path) -> None:
 
 
 _FAILED, _UNLIKE, _TOO_LARGE = 1, 2, 3
+_PACKED = 8
+"""Parameters in one element of a quantized model that is stored as int32, with four bits each."""
 
 
-def _trial(folder: Path) -> int:
-    """What the process of `_try_small_parts` does; returns its exit code."""
+def _limit_trial() -> None:
     for kind, most in (
         (resource.RLIMIT_CPU, TRIAL_CPU_S),
         (resource.RLIMIT_AS, _address_space() + TRIAL_BYTES),
@@ -215,16 +240,28 @@ def _trial(folder: Path) -> int:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(5 * TRIAL_CPU_S)  # of a process that waits and takes no CPU
     torch.set_num_threads(1)
-    if not (folder / ADAPTER_CONFIG).is_file():
-        config, sizes = AutoConfig.from_pretrained(folder, trust_remote_code=False), _sizes(folder)
-        if config.get_text_config().num_hidden_layers > len(sizes):
-            return _UNLIKE
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        if sum(each.numel() for each in (*model.parameters(), *model.buffers())) > sum(sizes) + MAX_SPARE_ELEMENTS:
-            return _UNLIKE
+
+
+def _trial(folder: Path) -> int:
+    """What the process of `_try_small_parts` does; returns its exit code."""
+    if not (folder / ADAPTER_CONFIG).is_file() and (code := _trial_of_model(folder)):
+        return code
     _prompt(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     return 0
+
+
+def _trial_of_model(folder: Path) -> int:
+    """Build the model of a folder without memory; returns the exit code."""
+    config, sizes = AutoConfig.from_pretrained(folder, trust_remote_code=False), _sizes(folder)
+    if sizes and config.get_text_config().num_hidden_layers > len(sizes):
+        return _UNLIKE
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    stored = sum(sizes) or sum(path.stat().st_size for path in folder.glob("*.bin"))
+    if hasattr(config, "quantization_config"):
+        stored *= _PACKED
+    is_larger = sum(each.numel() for each in (*model.parameters(), *model.buffers())) > stored + MAX_SPARE_ELEMENTS
+    return _UNLIKE if is_larger else 0
 
 
 def _sizes(folder: Path) -> list[int]:

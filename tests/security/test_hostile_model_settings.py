@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from serving import save_tiny_model
 
 from grpo_engine.errors import CheckpointError, ModelError
 from grpo_engine.export import model as export
+from grpo_engine.wire.checkpoints import CheckpointMarker
 
 
 @pytest.fixture
@@ -47,6 +49,19 @@ def test_a_tokenizer_that_multiplies_a_text_is_refused_within_its_limits(
     folder = changed("tokenizer.json", normalizer={"type": "Sequence", "normalizers": replacements})
     with pytest.raises(ModelError, match="takes more than 1 s of CPU or 4 GiB"):
         export.check(folder, "cpu")
+
+
+def test_the_base_of_an_adapter_is_tried_as_a_whole_model_is(changed: Callable[..., Path]) -> None:
+    def marker(base: Path) -> CheckpointMarker:
+        return CheckpointMarker(step=1, policy_version=1, model_name=str(base), bridge="lora_only", settings={})
+
+    export.require_base(marker(changed("config.json")))
+    with pytest.raises(ModelError, match="a larger model than its tensors are"):
+        export.require_base(marker(changed("config.json", num_hidden_layers=20_000)))
+    folder = changed("config.json")
+    os.mkfifo(folder / "more.safetensors")
+    with pytest.raises(ModelError, match=r"more\.safetensors: cannot be read"):
+        export.require_base(marker(folder))
 
 
 def test_a_model_as_it_was_saved_is_loaded(changed: Callable[..., Path]) -> None:
