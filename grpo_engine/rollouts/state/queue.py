@@ -6,7 +6,7 @@ iterating over them.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from typing import TypeVar
 
@@ -19,7 +19,8 @@ class Queue:
     """Groups in order of arrival, with totals."""
 
     def __init__(self, groups: Iterable[QueuedGroup] = ()) -> None:
-        self._groups: dict[int, QueuedGroup] = {}
+        self._groups: OrderedDict[int, QueuedGroup] = OrderedDict()
+        """A `dict` looks at all that left it from the front for each look at its first."""
         self.num_sequences = 0
         self.num_bytes = 0
         self.sequences_by_environment: Counter[int | None] = Counter()
@@ -50,7 +51,7 @@ class Queue:
             self._count(group, 1)
             is_in_order, newest = is_in_order and group.id > newest, group.id
         if not is_in_order:
-            self._groups = dict(sorted(self._groups.items()))
+            self._groups = OrderedDict(sorted(self._groups.items()))
 
     def take(self, ids: Iterable[int]) -> list[QueuedGroup]:
         """Remove groups, and return them."""
