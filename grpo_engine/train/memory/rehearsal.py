@@ -101,13 +101,15 @@ def batches_to_compile(trainee: Trainee, shares: int = 1) -> list[Batch]:
         shares: number of ranks that divide a batch; each compiles.
     """
     config = trainee.config
-    row_tokens = min(longest_micro_batch(config)[1], (config.micro_batch_tokens or config.seq_len) // 3)
+    rows_of_longest, row_tokens = longest_micro_batch(config)
+    row_tokens = min(row_tokens, (config.micro_batch_tokens or config.seq_len) // 3)
     if row_tokens < LEAST_ROW_TOKENS:
         return []
     batches = []
     if config.compile_layers:
         single = _group(1, prompt=1, completion=row_tokens)
-        batches.append(make_batch([single] * (2 * shares), seq_len=config.seq_len))
+        rows = 1 if rows_of_longest > 1 else 2
+        batches.append(make_batch([single] * (rows * shares), seq_len=config.seq_len))
     if trainee.shares_prompts:
         shared = _group(2, prompt=row_tokens // 2, completion=row_tokens // 2)
         batches.append(make_batch([shared] * shares, seq_len=config.seq_len))

@@ -245,6 +245,19 @@ def test_each_of_several_ranks_rehearses_two_micro_batches_and_a_shared_prompt()
         assert bundles(part.batch) == [[0, 1]]
 
 
+@pytest.mark.parametrize("micro_batch_tokens", [60, 120])
+def test_one_row_and_several_are_rehearsed_however_many_fit(micro_batch_tokens: int) -> None:
+    """Where two of the longest fitted, layers were compiled for a single row within a step, of 28 s on an H200."""
+    changes = {"batch_size": 4, "seq_len": 60, "micro_batch_tokens": micro_batch_tokens, "compile_layers": True}
+    trainee = Trainee(attached(small_model()), settings(**changes))
+    trainee._scorer.shares_prompts = False  # plain rows
+    batches = [longest_batch(trainee.config, 2), *batches_to_compile(trainee, 2)]
+    for rank in range(2):
+        of_rank = {"max_tokens": micro_batch_tokens, "shares_prompts": False, "rank": rank, "num_ranks": 2}
+        rows = {len(part.batch.inputs) for batch in batches for part in micro_batches(batch, **of_rank)}
+        assert rows == {1, 2}
+
+
 def test_an_engine_that_sleeps_in_this_process_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_process, "_gpu_memory", iter([(10, 80), (40, 80)]).__next__)
     meter = in_process.SleepMeter()
