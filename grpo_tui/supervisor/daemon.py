@@ -18,6 +18,8 @@ import signal
 import stat
 import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,6 +42,8 @@ FILES_CHECK_S = 2.0
 SOCKET_ALONE = "s"
 """The name of the socket in a folder that has nothing else."""
 BACKLOG = 64
+NUM_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""As many as asyncio would start."""
 CLOSE_LIMIT_S = 0.2
 log = logging.getLogger(__name__)
 
@@ -113,6 +117,7 @@ def _predecessor(run_folder: Path) -> StateDocument | None:
 
 async def _serve(plan: Plan, run_folder: Path, predecessor: StateDocument | None) -> None:
     """Listen and supervise until the run is over or a signal comes."""
+    asyncio.get_running_loop().set_default_executor(started_threads())
     supervisor = Supervisor(plan, run_folder=run_folder, predecessor=predecessor)
     log.info("supervisor %d started for run %s of profile %s", os.getpid(), run_folder.name, plan.profile_name)
     listening = asyncio.create_task(_listen(supervisor, run_folder), name="listening")
@@ -129,6 +134,23 @@ async def _serve(plan: Plan, run_folder: Path, predecessor: StateDocument | None
         supervising.cancel()
         listening.cancel()
         await asyncio.gather(listening, supervising, return_exceptions=True)
+
+
+def started_threads() -> ThreadPoolExecutor:
+    """Threads for blocking work, all started: where the user may have no further process later, none is needed.
+
+    Raises:
+        GrpoError: the user may have no further process now.
+    """
+    pool, are_started = ThreadPoolExecutor(NUM_THREADS), threading.Barrier(NUM_THREADS + 1)
+    try:
+        for _ in range(NUM_THREADS):
+            pool.submit(are_started.wait)
+    except RuntimeError as error:
+        are_started.abort()
+        raise GrpoError(f"{error}: the limit of processes is reached (`ulimit -u`, pids.max)") from None
+    are_started.wait()
+    return pool
 
 
 def _exit_on_signal(number: int, supervising: asyncio.Task[object]) -> None:

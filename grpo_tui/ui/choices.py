@@ -77,7 +77,8 @@ def own_copy(choice: ProfileChoice) -> Iterator[Path]:
         return
     had_folder, content = PROFILES.is_dir(), choice.path.read_bytes()
     PROFILES.mkdir(exist_ok=True)
-    own.write_bytes(content)
+    with own.open("xb") as file:  # not through a link to nothing, which another user may have put there
+        file.write(content)
     try:
         yield own
     finally:

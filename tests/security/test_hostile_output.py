@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from grpo_engine.config import read_table, validated
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.items import source
 from grpo_engine.environments.items.source import ItemSource
-from grpo_engine.errors import CheckpointError, ConfigError
+from grpo_engine.errors import CheckpointError, ConfigError, GrpoError
 from grpo_engine.train.recording.line_file import LineFile
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.supervisor import RunState
@@ -30,6 +31,7 @@ from grpo_tui.run_files.metrics import all_steps
 from grpo_tui.services.base import ConsoleMetric, Probe
 from grpo_tui.supervisor import probes
 from grpo_tui.supervisor.core import Supervisor
+from grpo_tui.supervisor.daemon import started_threads
 from grpo_tui.supervisor.probes import LogSearch, Prober
 from grpo_tui.supervisor.progress import Progress
 from grpo_tui.supervisor.report import console_metrics
@@ -201,6 +203,22 @@ def test_steps_that_were_not_written_are_read_again_in_linear_time() -> None:
     reader = StepReader(console, report=pytest.fail, written=WrittenSteps(steps=Steps(range(10)), last=last))
     assert reader.read("step 20 loss 1") == []
     assert [record.step for record in reader.read("step 21 loss 1")] == [20]
+
+
+async def test_a_supervisor_goes_on_where_processes_have_used_up_the_threads_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asyncio.get_running_loop().set_default_executor(started_threads())
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        reading = (asyncio.to_thread(os.getpid) for _ in range(100))
+        assert await asyncio.gather(*reading) == [os.getpid()] * 100
+        with pytest.raises(GrpoError, match="the limit of processes is reached"):
+            started_threads()
 
 
 READ_PARTS = [

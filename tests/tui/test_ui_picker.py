@@ -127,6 +127,16 @@ def test_an_edited_profile_is_a_copy_in_this_folder_and_an_unchanged_copy_is_rem
     assert installed.path.read_text() == "# Hardware: two cores.\n"
 
 
+def test_a_profile_to_edit_is_not_written_through_a_link_that_another_user_put_in_its_place(
+    installed: ProfileChoice, tmp_path: Path
+) -> None:
+    Path("profiles").mkdir()
+    Path("profiles/tiny.toml").symlink_to(tmp_path / "new")
+    with pytest.raises(FileExistsError), own_copy(installed):
+        pass
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_editor_is_the_one_of_the_environment_or_one_that_is_installed(tmp_path: Path) -> None:
     assert editor_command({"EDITOR": "code --wait", "PATH": ""}) == ["code", "--wait"]
     assert editor_command({"VISUAL": "emacs", "EDITOR": "vi"}) == ["emacs"]
