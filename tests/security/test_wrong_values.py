@@ -6,6 +6,7 @@ import gzip
 import json
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +22,8 @@ from grpo_engine.bridges.transport.server_client import _detail
 from grpo_engine.config import did_you_mean
 from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.environments.peers import read
-from grpo_engine.errors import PeerError
+from grpo_engine.environments.tasks.records import read_items, read_records
+from grpo_engine.errors import ConfigError, PeerError
 from grpo_engine.rollouts.http import app as _rollout_routes  # noqa: F401 (all messages are imported)
 from grpo_engine.rollouts.http import bodies as rollout_bodies
 from grpo_engine.server.config import ServerConfig
@@ -273,3 +275,14 @@ def test_a_long_refusal_is_shown_and_not_parsed(monkeypatch: pytest.MonkeyPatch)
     content = b'{"detail": [' + b"[]," * 400_000 + b"[]]}"
     monkeypatch.setattr(httpx.Response, "json", lambda _: pytest.fail("parsed"))
     assert len(_detail(httpx.Response(400, content=content))) < 2000
+
+
+def test_a_record_of_lists_without_end_is_refused_and_of_others_only_what_is_used_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    path.write_text(json.dumps({"question": "q", "answer": "a"})[:-1] + ', "more": [' + "[]," * 1_100_000 + "[]]}\n")
+    with pytest.raises(ConfigError, match=r"items\.jsonl:1: more than 1,048,576 lists and objects"):
+        read_items(path, question_field="question", answer_field="answer", where="task.path", most_lines=1000)
+    path.write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
+    records = read_records(path, where="task.path")
+    assert iter(records) is records  # one at a time: before, 60 MB of lists in a field that no task reads took 1.5 GB
+    assert [record["answer"] for _, record in records] == ["a"]

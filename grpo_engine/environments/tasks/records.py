@@ -16,6 +16,8 @@ FIRST_LINES = 1000
 """Of a file, which a check before a start reads: a few milliseconds."""
 MAX_LINE_CHARS = 16 << 20
 """No record is longer; a file without line ends would fill the memory."""
+MAX_LINE_LISTS = 1 << 20
+"""Brackets and braces of a record: parsed as JSON, they take thirty times their bytes."""
 
 
 def read_items(
@@ -38,27 +40,34 @@ def read_items(
     return items
 
 
-def read_records(path: Path, *, where: str, most_lines: int | None = None) -> list[tuple[int, dict[str, Any]]]:
-    """Every object of a JSON Lines file, or of its first lines, with the number of its line.
+def read_records(path: Path, *, where: str, most_lines: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every object of a JSON Lines file, or of its first lines, with the number of its line; one at a time.
 
     Raises:
         ConfigError: the file cannot be read, has no record, or a line is no JSON object; the message names the line.
     """
+    is_empty = True
     try:
         # Windows editors write a byte order mark. splitlines() would also split at U+2028, inside a text.
         with path.open(encoding="utf-8-sig", newline="\n") as file:
             lines = islice(iter(lambda: file.readline(MAX_LINE_CHARS + 1), ""), most_lines)
-            records = [(n, _record(line, f"{where}: {path}:{n}")) for n, line in enumerate(lines, 1) if line.strip()]
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, _record(line, f"{where}: {path}:{number}")
+                    is_empty = False
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not records:
+    if is_empty:
         raise ConfigError(f"{where}: {path} has no record")
-    return records
 
 
 def _record(line: str, where: str) -> dict[str, Any]:
     if len(line) > MAX_LINE_CHARS:
         raise ConfigError(f"{where}: longer than {MAX_LINE_CHARS:,} characters; one record stands on a line")
+    if sum(map(line.count, "[{")) > MAX_LINE_LISTS:
+        raise ConfigError(
+            f"{where}: more than {MAX_LINE_LISTS:,} lists and objects, which no task reads: leave them out"
+        )
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
