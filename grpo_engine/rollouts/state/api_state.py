@@ -308,7 +308,9 @@ class ApiState:
             self._enqueue([group])
             return Placed(group=group, place=QUEUE, released=(), evicted=self._evict(), num_buffered=0)
         buffer = [*self.buffers.get(environment.id, []), group]
-        full = oldest_combination([other.num_sequences for other in buffer], environment.group_size) or []
+        sizes = [other.num_sequences for other in buffer]
+        is_enough = sum(sizes) >= environment.group_size
+        full = (oldest_combination(sizes, environment.group_size) if is_enough else None) or []
         leaving = [buffer[index] for index in full]
         staying = [other for index, other in enumerate(buffer) if index not in set(full)]
         while sum(other.num_sequences for other in staying) > BUFFER_LIMIT * environment.group_size:
