@@ -35,10 +35,9 @@ event loop for 18 s."""
 MAX_SMALL_CHUNKS = 1000
 """Chunks of a body beyond one for each `LEAST_CHUNK_BYTES`: 60 MB of those of one byte held the event loop for 13 s."""
 LEAST_CHUNK_BYTES = 64
-MAX_PIPELINED = 1
+MAX_PIPELINED = 9
 """Requests of a connection that wait for an answer to an earlier one; with httptools uvicorn queues them without end,
-and parses a read of 256 KiB at once, which may be 6000 of them. h11 queues none. A client may send one when it has read
-the last part of a streamed answer, before uvicorn knows that it was the last."""
+and parses a read of 256 KiB at once, which may be 6000 of them. h11 queues none."""
 MAX_WITHOUT_TOKEN = 2048
 """Connections whose last request lacked the token of a service that has one."""
 WARN_EVERY_S = 60.0

@@ -280,5 +280,6 @@ def test_ten_pipelined_requests_are_answered(api: Api) -> None:
         connection.sendall((post_head(len(GOOD)) + GOOD) * 10)
         received = b""
         while received.count(b"HTTP/1.1 200 ") < 10:
-            received += connection.recv(65536)
+            received += (part := connection.recv(65536))
+            assert part, "the connection was closed"
     assert http.get("/status").json()["queue_size"] == 10
