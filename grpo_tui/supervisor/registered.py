@@ -49,3 +49,5 @@ def forget_ended(is_live: Callable[[Path], bool]) -> None:
         folders = registered_folders([file])
         if not any(map(is_live, folders)):
             file.unlink(missing_ok=True)
+    for unfinished in host_folder().glob(f".*{REGISTRATION}.*.tmp"):  # whoever wrote it held the lock, and was killed
+        unfinished.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ from grpo_tui.paths import host_folder
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.supervisor.lock import has_daemon, take_lock
-from grpo_tui.supervisor.registered import register, registered_folders
+from grpo_tui.supervisor.registered import forget_ended, register, registered_folders
 
 NUM_PORTS = 4
 LONGEST_LIFE_S = 0.03
@@ -166,6 +166,13 @@ def test_no_port_or_gpu_is_granted_twice_and_none_is_lost_whoever_is_killed(tmp_
     assert {path.suffix for path in host_folder().iterdir()} == {".run", ".lock"}
     kill_all(tmp_path)
     assert not list(tmp_path.glob("granted-twice.*"))
+
+
+def test_a_start_that_is_killed_as_it_registers_its_run_leaves_no_file(tmp_path: Path) -> None:
+    unfinished = host_folder() / f".0123456789abcdef.run.{os.getpid()}.tmp"
+    unfinished.touch()
+    forget_ended(lambda _: True)
+    assert not unfinished.exists()
 
 
 def test_starts_in_the_queue_get_a_port_in_their_order_and_one_that_is_killed_holds_up_no_other(tmp_path: Path) -> None:

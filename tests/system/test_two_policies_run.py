@@ -16,7 +16,7 @@ STEPS = 8
 def test_two_policies_of_one_game_learn_opposite_objectives(place: Workplace) -> None:
     steps = [f"services.{name}.training_steps={STEPS}" for name in ("trainer", "trainer-mafia")]
     up = [word for each in steps for word in ("--set", each)]
-    place.succeed("up", "--profile", "tiny-two-policies", *up, "--wait", "finished", limit_s=300)
+    place.succeed("up", "--new", "--profile", "tiny-two-policies", *up, "--wait", "finished", limit_s=300)
     run = place.run_folder().name
     lengths = {}
     for side, policy in (("town", ()), ("mafia", ("--policy", "mafia"))):
