@@ -32,6 +32,7 @@ from grpo_tui.paths import available_profiles
 
 SHARED_MEMORY = "import os; print([name for name in os.listdir('/dev/shm') if name.startswith('grpo-')])"
 MOST_DIFFERENCE = 1e-4
+PART_LOST = "is lost: parameters ran there"
 
 
 def main() -> None:
@@ -83,7 +84,7 @@ def measured(place: ClusterWorkplace, num_rounds: int) -> list[dict[str, float]]
 
 def lose_once(place: ClusterWorkplace, name: str, attempt: int) -> dict[str, float]:
     """Lose the machine of the second server and have it join again; `attempt` is that of the server afterwards."""
-    lost, losses = place.machines.all[3], place.log("parameters").count("is lost: parameters ran there")
+    lost, losses = place.machines.all[3], lost_parts(place)
     (raylet,) = place.processes(lost, "raylet/raylet ")
     os.kill(raylet.pid, signal.SIGKILL)
     figures = {"lost_s": seconds_until(lambda: lost_parts(place) > losses)}
@@ -124,12 +125,12 @@ def seconds_until(holds: Callable[[], bool]) -> float:
 
 
 def lost_parts(place: ClusterWorkplace) -> int:
-    return place.log("parameters").count("is lost: parameters ran there")
+    return place.log("parameters").count(PART_LOST)
 
 
 def fetched(place: ClusterWorkplace) -> int:
     """How often the part that was lost was started again and has fetched a version."""
-    parts = place.log("parameters").split("is lost: parameters ran there")
+    parts = place.log("parameters").split(PART_LOST)
     return sum(
         any(line.startswith("m4: ") and "fetched from" in line for line in part.splitlines()) for part in parts[1:]
     )

@@ -70,7 +70,7 @@ class BodyLimits:
         if num_declared is not None:
             body.check_length(num_declared)
         try:
-            with suppress(ClientDisconnect):  # a refused body is to the application as that; else nobody is there
+            with suppress(ClientDisconnect):  # of a body that was refused too, else the client is gone
                 if body.refusal is None:
                     await self._app(scope, body.receive, body.send)
         finally:

@@ -111,8 +111,8 @@ class PlacedAttempt:
         """
         Args:
             parts: one for each machine of the service, the first one first.
-            claim: called at each question, with the attempt as its machine numbers it, since one that nobody follows
-                is ended.
+            claim: called at each question, with the attempt as its machine numbers it, which keeps it from being ended
+                as one that is not followed.
             pass_on: takes what the service reports of itself.
             ports: those of all services of the run.
         """
