@@ -106,7 +106,7 @@ class RolloutApi:
         path, body = ("/scored_data", bodies[0]) if len(bodies) == 1 else ("/scored_data_list", _array(bodies))
         headers = {"Content-Type": "application/json", POST_HEADER: f"{self._name}:{self._num_posts}"}
         if len(body) >= _COMPRESS_FROM_BYTES:
-            packed = gzip.compress(body, 1)
+            packed = gzip.compress(body, 1, mtime=0)
             if len(packed) < len(body):
                 body, headers = packed, {**headers, "Content-Encoding": "gzip"}
 

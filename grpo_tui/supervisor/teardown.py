@@ -15,7 +15,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,20 +215,20 @@ def remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list[
     was shared between processes, unless every process that mapped it ended in the right order.
     """
     dead = {entry.pid for entry in ledger if proc.identify(entry.pid) is None}  # nor a later process with its pid
-    removed = []
     others = () if run is None else _stems_of_longer_names(run)
-    for entry in _shared_memory():
-        is_of_run = run is not None and entry.name.startswith(f"grpo-{run}-") and not entry.name.startswith(others)
-        if not is_of_run and _left_by(entry.name) not in dead:
-            continue
+
+    def is_left(name: str) -> bool:
+        is_of_run = run is not None and name.startswith(f"grpo-{run}-") and not name.startswith(others)
+        return is_of_run or _left_by(name) in dead
+
+    removed = []
+    for path, is_folder in list(_of_ours(is_left)):
         with suppress(OSError):  # it was removed meanwhile, or may not be removed
-            if entry.stat(follow_symlinks=False).st_uid != os.getuid():
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
+            if is_folder:
+                shutil.rmtree(path)
             else:
-                os.unlink(entry.path)
-            removed.append(entry.path)
+                os.unlink(path)
+            removed.append(path)
     return removed
 
 
@@ -247,12 +247,17 @@ def _left_by(name: str) -> int | None:
     return int(found[1]) if (found := TORCH_SHARED.match(name)) else None
 
 
-def _shared_memory() -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(SHARED_MEMORY) as entries:
-            return list(entries)
-    except OSError:
-        return []
+def _of_ours(is_left: Callable[[str], bool]) -> Iterator[tuple[str, bool]]:
+    """Our own files of such names in shared memory, and whether each is a folder.
+
+    One is looked at at a time: any user may make a million names there.
+    """
+    with suppress(OSError), os.scandir(SHARED_MEMORY) as entries:
+        for entry in entries:
+            if is_left(entry.name):
+                with suppress(OSError):  # it was removed meanwhile
+                    if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                        yield entry.path, entry.is_dir(follow_symlinks=False)
 
 
 def _since(started: float) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from grpo_engine.bridges.memory import shared_names
 from grpo_engine.bridges.memory.shared_names import (
     adapters_name,
     make_own_folder,
@@ -23,6 +25,7 @@ from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY, attach_segment
 from grpo_engine.bridges.transport.checkpoint_folder import CheckpointFolder, choose_storage
 from grpo_engine.errors import BridgeError
 from grpo_engine.wire.environment_variables import RUN_VARIABLE
+from grpo_tui.supervisor import teardown
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
 NOBODY = 65534
@@ -119,3 +122,23 @@ def test_a_trainer_writes_checkpoints_beside_a_folder_that_another_user_has_made
     planted.mkdir()
     of_nobody(planted)
     assert own_or_free(usual) not in (usual, planted)
+
+
+@pytest.mark.parametrize(
+    "look", [newest_adapter, lambda run: teardown.remove_shared_memory(run, frozenset())], ids=["server", "supervisor"]
+)
+def test_names_that_another_user_has_made_take_no_memory_of_who_looks_at_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[[str], object]
+) -> None:
+    monkeypatch.setattr(shared_names, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(teardown, "SHARED_MEMORY", str(tmp_path))
+    seed = tmp_path / "seed"
+    seed.touch()
+    of_nobody(seed)
+    for number in range(2000):
+        os.link(seed, tmp_path / f"grpo-r-adapters-{number}-1-1")
+    tracemalloc.start()
+    assert not look("r")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 200_000  # of 2000 entries at once, 0.7 MB

@@ -23,6 +23,7 @@ from grpo_tui.view.metrics.curves import (
     clipped,
     curve_of,
     figures,
+    own_scale,
     panes_of,
     smoothed,
     tick_texts,
@@ -165,6 +166,13 @@ def test_a_logarithmic_axis_has_powers_of_ten() -> None:
     scale = Scale(low=1e-4, high=10.0, is_log=True)
     assert ticks(scale, 6) == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0])
     assert [scale.place(value) for value in (1e-4, 10.0, 0.0, -1.0)] == [0.0, 1.0, None, None]
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_values_too_small_for_all_digits_have_an_axis(is_log: bool) -> None:
+    scale = own_scale([curve(0, 5e-324, 5e-324 if is_log else -5e-324)], (0.0, 1.0), is_log=is_log)
+    assert len(ticks(scale, 3)) <= 3
+    assert scale.place(5e-324) is not None
 
 
 def test_time_has_minutes_and_hours_and_steps_are_whole() -> None:

@@ -125,20 +125,24 @@ def newest_adapter(run: str | None) -> LeftAdapter | None:
 
 def _of_processes(run: str | None, kind: str) -> Iterator[tuple[Path, ProcessIdentity]]:
     """Each of this user with the process that created it: any user may make such a name, and knows our processes."""
-    for path in SHARED_MEMORY.glob(f"{stem_of(run)}{kind}-*-*"):
-        pid, start_ticks = path.name.rsplit("-", 2)[1:]
-        if _is_number(pid) and _is_number(start_ticks) and _is_own(path):
-            yield path, ProcessIdentity(int(pid), int(start_ticks))
+    stem = f"{stem_of(run)}{kind}-"
+    with suppress(FileNotFoundError), os.scandir(SHARED_MEMORY) as entries:
+        for entry in entries:  # one at a time: any user may make a million such names
+            if not entry.name.startswith(stem):
+                continue
+            pid, start_ticks = entry.name.rsplit("-", 2)[1:]
+            if _is_number(pid) and _is_number(start_ticks) and _is_own(entry):
+                yield Path(entry.path), ProcessIdentity(int(pid), int(start_ticks))
 
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
-def _is_own(path: Path) -> bool:
+def _is_own(path: Path | os.DirEntry[str]) -> bool:
     """Whether this user made it, and no link is in its place."""
     try:
-        found = path.lstat()
+        found = os.lstat(path)
     except OSError:  # removed meanwhile
         return False
     return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode)

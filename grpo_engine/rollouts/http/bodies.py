@@ -123,6 +123,6 @@ async def json_answer(request: Request, content: bytes) -> Response:
     """An answer of encoded JSON, compressed for clients that accept gzip."""
     if len(content) < _COMPRESS_FROM_BYTES or "gzip" not in request.headers.get("accept-encoding", ""):
         return Response(content, media_type="application/json")
-    packed = await run_sized(len(content), lambda: gzip.compress(content, _COMPRESS_LEVEL))
+    packed = await run_sized(len(content), lambda: gzip.compress(content, _COMPRESS_LEVEL, mtime=0))
     headers = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
     return Response(packed, media_type="application/json", headers=headers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,6 +23,8 @@ PADDING = 0.04
 """Of the height, above and below the curve."""
 STEPS_OF_TIME_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400)
 MIN_PANE_ROWS = 6
+LEAST = sys.float_info.min
+"""Smaller numbers have fewer digits: 1.15 times the least of them is itself, and no power of ten is below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +304,7 @@ def _values(curves: Iterable[Curve], window: tuple[float, float]) -> list[float]
 
 
 def _scale(values: Sequence[float], ends: Sequence[float], *, is_log: bool, shows_band: bool) -> Scale:
-    known = [value for value in values if value > 0] if is_log else list(values)
+    known = [value for value in values if value >= LEAST] if is_log else list(values)
     if not known:
         return Scale(low=0.1, high=1.0, is_log=True) if is_log else Scale(low=0.0, high=1.0)
     if is_log:
@@ -341,7 +344,7 @@ def _are_alike(groups: Sequence[Sequence[Curve]], window: tuple[float, float]) -
 
 def round_step(least: float) -> float:
     """The smallest of 1, 2, 5 times a power of ten that is not below `least`."""
-    if least <= 0 or not math.isfinite(least):
+    if least < LEAST or not math.isfinite(least):
         return 1.0
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
