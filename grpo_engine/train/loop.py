@@ -64,7 +64,6 @@ def train(
     reporter = reporter or Reporter()
     attached = bridge.attach()
     trainee = Trainee(attached, config, ranks)
-    rehearse_step(trainee)
     if not config.resume:
         checkpoints.move_away(save_path)
     journal = Journal(
@@ -72,6 +71,8 @@ def train(
     )
     settings = decisive_settings(config)
     start = find_start(trainee, attached, journal, save_path, settings)
+    if start.journaled_through == 0:  # one that goes on has done steps; it compiles only what it meets again
+        rehearse_step(trainee)
     step, version, lease = start.step, start.policy_version, start.lease
     recorder.resume_after(start.recorded_through)
     # Inference may hold weights of an earlier run; from here on it serves this policy, or what the journal leads to.

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,24 +102,24 @@ def run(
         place, device=trainable_device(config.device), timeout_s=config.rank_timeout_s, num_replicas=config.num_replicas
     )
     own = None if sampling is None else sampling(config, ranks)
-    with _closing(own, ranks):
+    with _closing(*([] if own is None else [own.engine.close]), ranks.close):
         return _lead(config, ranks, own, tokenizer) if ranks.leads else _follow(config, ranks, own)
 
 
 @contextmanager
-def _closing(own: Sampling | None, ranks: RankGroup) -> Iterator[None]:
-    """Close the engine and leave the group at the end; not where another rank has exited, which both would wait for."""
-    has_ranks = True
-    try:
-        yield
-    except RanksFailed:
-        has_ranks = False
-        raise
-    finally:
-        if has_ranks:
-            if own is not None:
-                own.engine.close()
-            ranks.close()
+def _closing(*closes: Callable[[], None]) -> Iterator[None]:
+    """Call these at the end; where another rank has exited none, as if this one had been killed as well.
+
+    An engine and the group would wait for that rank, and the checkpoint that servers load is kept for the next trainer.
+    """
+    with ExitStack() as closing:
+        for close in reversed(closes):
+            closing.callback(close)
+        try:
+            yield
+        except RanksFailed:
+            closing.pop_all()
+            raise
 
 
 def prepare(config: TrainConfig) -> PreTrainedTokenizerBase | None:
@@ -181,6 +181,7 @@ def _lead(
         recorder,
         checkpoints.locked(save_path),
         _source(config, sampling, bridge, save_path) as source,
+        _closing(bridge.close),
     ):
         try:
             train(
@@ -198,8 +199,6 @@ def _lead(
             if not stop():
                 raise
             log.info("stopped while waiting: %s", error)
-        finally:
-            bridge.close()
     with ranks.together(Finished()):
         return 0
 

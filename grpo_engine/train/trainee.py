@@ -158,6 +158,8 @@ class Trainee:
         """Whether the last update was left out because scaled gradients were beyond float16; the scale is lower now."""
         silence(self.model)
         self.model.train()  # layers are computed again in this mode alone
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # the metric is for steps
         num_trained = sum(math.prod(whole_shape(parameter)) for parameter in self._parameters().values())
         log.info(PARAMETERS_TRAINED.text, num_trained, sum(math.prod(whole_shape(p)) for p in self.model.parameters()))
 
@@ -468,5 +470,5 @@ class Trainee:
         return {} if self.device.type != "cuda" else {"train/gpu_memory_gb": self.peak_bytes() / 1e9}
 
     def peak_bytes(self) -> int:
-        """Most memory of the GPU that tensors of this process had since the rehearsal, without an engine that slept."""
+        """Most memory of the GPU that tensors here had in steps or the rehearsal, without an engine that slept."""
         return torch.cuda.max_memory_allocated(self.device) - self.asleep_bytes()

@@ -144,6 +144,14 @@ def test_a_resumed_run_goes_on_after_its_last_step_and_gives_no_version_twice(tm
     assert [version for version, _ in bridge.published] == [6, 7, 8]
 
 
+def test_a_trainer_that_goes_on_rehearses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsed: list[Trainee] = []
+    monkeypatch.setattr("grpo_engine.train.loop.rehearse_step", rehearsed.append)
+    run(tmp_path, settings(save_checkpoints=False), batches=2)
+    run(tmp_path, settings(save_checkpoints=False), first_batch=2)
+    assert len(rehearsed) == 1
+
+
 @pytest.mark.parametrize(
     ("tokens", "num_prompt", "message"),
     [

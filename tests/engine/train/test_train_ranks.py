@@ -7,7 +7,6 @@ import pickle
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,15 +240,16 @@ def test_the_metadata_of_a_rank_is_never_unpickled_though_torch_cannot_read_thos
 
 @pytest.mark.parametrize(
     ("error", "closed"),
-    [(None, ["engine", "group"]), (PeerError("a server"), ["engine", "group"]), (RanksFailed("rank 1"), [])],
+    [(None, ["checkpoints", "group"]), (PeerError("a server"), ["checkpoints", "group"]), (RanksFailed("rank 1"), [])],
     ids=["the end", "an error", "a rank that has exited"],
 )
-def test_a_rank_waits_for_no_other_that_has_exited(error: Exception | None, closed: list[str]) -> None:
+def test_a_rank_waits_for_no_other_that_has_exited_and_leaves_the_checkpoint_that_servers_load(
+    error: Exception | None, closed: list[str]
+) -> None:
     done: list[str] = []
-    engine = SimpleNamespace(close=lambda: done.append("engine"))
     with (
         nullcontext() if error is None else pytest.raises(type(error)),
-        _closing(SimpleNamespace(engine=engine), SimpleNamespace(close=lambda: done.append("group"))),  # type: ignore[arg-type]
+        _closing(lambda: done.append("checkpoints"), lambda: done.append("group")),
     ):
         if error is not None:
             raise error
