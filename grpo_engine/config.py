@@ -16,6 +16,7 @@ import tomllib
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
@@ -360,13 +361,15 @@ _ELSEWHERE = {
 
 _LONGEST_NAME = 100
 """That is compared with others."""
+_MOST_NAMES = 1000
+"""With which it is compared: a record of a data set may have a million."""
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the one of `names` that is meant, or the nearest; nothing when none is near."""
     if len(name) > _LONGEST_NAME:  # to compare takes memory and time in proportion
         return ""
-    known = list(names)
+    known = list(islice(names, _MOST_NAMES))
     ours = _ELSEWHERE.get(name.removeprefix("--").replace("-", "_"))
     meant = [each for each in known if ours is not None and each.removeprefix("--").replace("-", "_") == ours]
     near = meant or difflib.get_close_matches(name, known, 1)

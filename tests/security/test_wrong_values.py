@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -286,3 +287,28 @@ def test_a_record_of_lists_without_end_is_refused_and_of_others_only_what_is_use
     records = read_records(path, where="task.path")
     assert iter(records) is records  # one at a time: before, 60 MB of lists in a field that no task reads took 1.5 GB
     assert [record["answer"] for _, record in records] == ["a"]
+
+
+def test_a_pipe_in_place_of_a_data_set_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "items.jsonl")
+    with pytest.raises(ConfigError, match=r"items\.jsonl cannot be read: not a regular file"):
+        next(read_records(tmp_path / "items.jsonl", where="task.path"))
+
+
+def test_half_a_character_in_a_data_set_is_named_with_its_line(tmp_path: Path) -> None:
+    def questions(*texts: str) -> list[str]:
+        path = tmp_path / "items.jsonl"
+        path.write_text("".join(f'{{"question": "{text}", "answer": "a"}}\n' for text in texts))
+        items = read_items(path, question_field="question", answer_field="answer", where="task.path")
+        return [item.question for item in items]
+
+    assert questions(r"\ud83d\ude00", r"\\ud83d") == ["\U0001f600", r"\ud83d"]
+    with pytest.raises(ConfigError, match=r"items\.jsonl:2: has half a character"):
+        questions("q", r"\ud83d")
+
+
+def test_of_a_record_with_a_million_fields_the_first_are_named(tmp_path: Path) -> None:
+    (tmp_path / "items.jsonl").write_text(json.dumps({f"f{number}" + "x" * 1000: 1 for number in range(2000)}))
+    with pytest.raises(ConfigError, match=r"it has f0x+…, .* and 1992 more$") as raised:
+        read_items(tmp_path / "items.jsonl", question_field="question", answer_field="answer", where="task.path")
+    assert len(str(raised.value)) < 1000

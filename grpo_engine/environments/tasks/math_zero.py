@@ -11,12 +11,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from grpo_engine.config import did_you_mean
 from grpo_engine.environments.tasks.answers import final_answer, is_same_answer, last_boxed
 from grpo_engine.environments.tasks.base import DATA_EXTRA, Item, Split, Task
 from grpo_engine.environments.tasks.hub import hub_rows
 from grpo_engine.environments.tasks.reasoning_gym import ReasoningGym
-from grpo_engine.environments.tasks.records import FIRST_LINES, endless, of_split, read_records
+from grpo_engine.environments.tasks.records import FIRST_LINES, endless, fields_instead, of_split, read_records
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
 from grpo_engine.installed import is_installed
@@ -144,8 +143,8 @@ def _item(record: Mapping[str, Any], where: str) -> Item:
     for names in (_QUESTIONS, _ANSWERS):
         value = next((record[name] for name in names if record.get(name) is not None), None)
         if value is None:
-            hint = did_you_mean(names[0], record)
-            raise ConfigError(f"{where}: no field {' or '.join(map(repr, names))}{hint}; it has {', '.join(record)}")
+            wanted = " or ".join(map(repr, names))
+            raise ConfigError(f"{where}: no field {wanted}{fields_instead(names[0], record)}")
         found.append(str(value))
     question, answer = found
     return Item(question=question, answer=last_boxed(answer) or _without_solution(answer))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from grpo_engine.config import did_you_mean
 from grpo_engine.environments.tasks.base import Item, Split, belongs_to, generator, plain
-from grpo_engine.errors import ConfigError
+from grpo_engine.errors import ConfigError, first_of
+from grpo_engine.wire.codec import open_file, shortened
 
 FIRST_LINES = 1000
 """Of a file, which a check before a start reads: a few milliseconds."""
@@ -18,6 +21,10 @@ MAX_LINE_CHARS = 16 << 20
 """No record is longer; a file without line ends would fill the memory."""
 MAX_LINE_LISTS = 1 << 20
 """Brackets and braces of a record: parsed as JSON, they take thirty times their bytes."""
+_MAYBE_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""Escape of half a character: with its other half, the whole one."""
+_FIELD_CHARS = 40
+"""Of the name of a field in a message."""
 
 
 def read_items(
@@ -32,12 +39,16 @@ def read_items(
     for number, record in read_records(path, where=where, most_lines=most_lines):
         for field in (question_field, answer_field):
             if field not in record:
-                hint = did_you_mean(field, record)
-                raise ConfigError(f"{where}: {path}:{number}: no field {field!r}{hint}; it has {', '.join(record)}")
+                raise ConfigError(f"{where}: {path}:{number}: no field {field!r}{fields_instead(field, record)}")
             if record[field] is None:
                 raise ConfigError(f"{where}: {path}:{number}: field {field!r} is null: set it, or remove the record")
         items.append(Item(question=str(record[question_field]), answer=str(record[answer_field])))
     return items
+
+
+def fields_instead(missing: str, record: Mapping[str, Any]) -> str:
+    """For a message: the field that is meant, and those that the record has."""
+    return f"{did_you_mean(missing, record)}; it has {first_of(shortened(str(name), _FIELD_CHARS) for name in record)}"
 
 
 def read_records(path: Path, *, where: str, most_lines: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -49,7 +60,7 @@ def read_records(path: Path, *, where: str, most_lines: int | None = None) -> It
     is_empty = True
     try:
         # Windows editors write a byte order mark. splitlines() would also split at U+2028, inside a text.
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="\n") as file:
             lines = islice(iter(lambda: file.readline(MAX_LINE_CHARS + 1), ""), most_lines)
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -70,6 +81,13 @@ def _record(line: str, where: str) -> dict[str, Any]:
         )
     try:
         record = json.loads(line)
+        if _MAYBE_HALF.search(line):
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{where}: has half a character (one of the escapes \\ud800 to \\udfff alone), which no tokenizer reads: "
+            "remove it"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from None
     if not isinstance(record, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,17 @@ def test_records_of_the_benchmark_are_asked_as_they_are_and_scored_by_share_or_w
         ({"kwargs": [{}, {"num_words": "5", "relation": "at least"}]}, r"num_words: '5' is not a whole number"),
         ({"kwargs": [{}, {"num_words": 5.5, "relation": "at least"}]}, r"num_words: 5\.5 is not a whole number"),
         ({"kwargs": [{}, {"num_words": 5, "relation": True}]}, r"relation: True is not a text"),
+        ({"kwargs": [{}, {"num_words": math.inf, "relation": "at least"}]}, r"num_words: inf is not a whole number"),
+        ({"kwargs": [{}, {"num_words": math.nan, "relation": "at least"}]}, r"num_words: nan is not a whole number"),
+        ({"kwargs": [{}, "five"]}, "kwargs must be objects"),
+        ({"instruction_id_list": ["punctuation:no_comma"] * 101, "kwargs": [{}] * 101}, "has more than 100 entries"),
+        *(  # a million took more than 100 s for each completion
+            (
+                {"instruction_id_list": ["keywords:forbidden_words"], "kwargs": [{"forbidden_words": words}]},
+                r"at most 1,000",
+            )
+            for words in (["a"] * 1001, ["a" * 40_000] * 2)
+        ),
         ({"instruction_ids": 1, "instruction_id_list": ...}, r"no field 'instruction_id_list' \(did you mean"),
     ],
 )

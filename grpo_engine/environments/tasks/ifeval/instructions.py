@@ -10,13 +10,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_engine.config import did_you_mean
-from grpo_engine.errors import ConfigError
+from grpo_engine.errors import ConfigError, first_of
+from grpo_engine.wire.codec import shortened
 
 RELATIONS = ("at least", "less than")
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -31,6 +33,10 @@ _NO_SENTENCE_END = re.compile(
 _STARS = re.compile(r"^[^\S\n]*\*[^\*].*$", re.M)
 _DASHES = re.compile(r"^[^\S\n]*-.*$", re.M)
 _FENCE = re.compile(r"^```(?:json|Json|JSON)?|```$")
+
+
+_MAX_TEXTS, _MAX_CHARS = 1000, 1 << 16
+"""Of an argument: each text of a list is looked for in every completion, some as a regular expression."""
 
 
 class UnknownInstruction(ConfigError):
@@ -60,8 +66,8 @@ def checked_arguments(instruction: str, given: Mapping[str, Any], *, where: str)
     """
     if instruction not in INSTRUCTIONS:
         raise UnknownInstruction(
-            f"{where}: {instruction!r} is not a known instruction{did_you_mean(instruction, INSTRUCTIONS)}: "
-            "correct it, or skip such records with task.skip_unknown"
+            f"{where}: {shortened(repr(instruction))} is not a known instruction"
+            f"{did_you_mean(instruction, INSTRUCTIONS)}: correct it, or skip such records with task.skip_unknown"
         )
     if instruction == _LANGUAGE and importlib.util.find_spec("langdetect") is None:
         raise UnknownInstruction(
@@ -72,7 +78,7 @@ def checked_arguments(instruction: str, given: Mapping[str, Any], *, where: str)
     present = {name: value for name, value in given.items() if value is not None}
     if set(present) != set(wanted):
         takes = ", ".join(wanted) or "no arguments"
-        raise ConfigError(f"{where}: {instruction} takes {takes}, but has {', '.join(present) or 'none'}")
+        raise ConfigError(f"{where}: {instruction} takes {takes}, but has {shortened(first_of(present)) or 'none'}")
     return {name: _read(value, wanted[name], f"{where}: {instruction}: {name}") for name, value in present.items()}
 
 
@@ -80,18 +86,25 @@ def _read(value: Any, kind: type, where: str) -> Any:
     match value:
         case bool():
             pass
-        case int() | float() if kind is int and value == int(value):  # data sets on the hub may store 3 as 3.0
+        case int() | float() if (
+            kind is int and math.isfinite(value) and value == int(value)
+        ):  # data sets on the hub may store 3 as 3.0
             return int(value)
-        case str() if kind is str and value.strip():
+        case str() if kind is str and value.strip() and len(value) <= _MAX_CHARS:
             if where.endswith("relation") and value not in RELATIONS:
                 raise ConfigError(f"{where}: {value!r} is neither {' nor '.join(map(repr, RELATIONS))}")
             return value.strip()
         case list() if kind is list and value and all(isinstance(word, str) and word for word in value):
-            return value
-    raise ConfigError(f"{where}: {value!r} is not {_SAID[kind]}")
+            if len(value) <= _MAX_TEXTS and sum(map(len, value)) <= _MAX_CHARS:
+                return value
+    raise ConfigError(f"{where}: {shortened(repr(value))} is not {_SAID[kind]}")
 
 
-_SAID = {int: "a whole number", str: "a text", list: "a list of texts"}
+_SAID = {
+    int: "a whole number",
+    str: f"a text of at most {_MAX_CHARS:,} characters",
+    list: f"a list of at most {_MAX_TEXTS:,} texts with {_MAX_CHARS:,} characters in all",
+}
 
 
 # --- counting --------------------------------------------------------------------------------------------------------

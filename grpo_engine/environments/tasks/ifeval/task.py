@@ -9,15 +9,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from grpo_engine.config import did_you_mean
 from grpo_engine.environments.tasks.base import Item, Split, Task, belongs_to, generator
 from grpo_engine.environments.tasks.ifeval.instructions import UnknownInstruction, checked_arguments, follows
 from grpo_engine.environments.tasks.ifeval.prompts import draw_prompt
-from grpo_engine.environments.tasks.records import FIRST_LINES, endless, of_files, read_records
+from grpo_engine.environments.tasks.records import FIRST_LINES, endless, fields_instead, of_files, read_records
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
 
 log = logging.getLogger(__name__)
+
+_MAX_INSTRUCTIONS = 100
+"""Of a record: each is verified in every completion."""
 
 
 class IFEval(Task):
@@ -95,12 +97,16 @@ class IFEval(Task):
 def _item(record: Mapping[str, Any], where: str) -> Item:
     for field in ("prompt", "instruction_id_list", "kwargs"):
         if field not in record:
-            raise ConfigError(f"{where}: no field {field!r}{did_you_mean(field, record)}; it has {', '.join(record)}")
+            raise ConfigError(f"{where}: no field {field!r}{fields_instead(field, record)}")
     instructions, arguments = record["instruction_id_list"], record["kwargs"]
     if not isinstance(instructions, list) or not isinstance(arguments, list) or len(instructions) != len(arguments):
         raise ConfigError(f"{where}: instruction_id_list and kwargs must be lists of the same length")
     if not instructions:
         raise ConfigError(f"{where}: instruction_id_list is empty")
+    if len(instructions) > _MAX_INSTRUCTIONS:
+        raise ConfigError(f"{where}: instruction_id_list has more than {_MAX_INSTRUCTIONS} entries")
+    if not all(given is None or isinstance(given, Mapping) for given in arguments):
+        raise ConfigError(f"{where}: kwargs must be objects")
     checked = [
         checked_arguments(str(instruction), given or {}, where=where)
         for instruction, given in zip(instructions, arguments, strict=True)

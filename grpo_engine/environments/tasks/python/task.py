@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_engine.config import PathText, did_you_mean
+from grpo_engine.config import PathText
 from grpo_engine.environments.tasks.base import Item, Split, Task
 from grpo_engine.environments.tasks.python.items import items_from_module
 from grpo_engine.environments.tasks.python.loading import load_attribute
 from grpo_engine.environments.tasks.python.reading import check_attribute
-from grpo_engine.environments.tasks.records import FIRST_LINES, endless, of_files, read_records
+from grpo_engine.environments.tasks.records import FIRST_LINES, endless, fields_instead, of_files, read_records
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
 
@@ -148,8 +148,8 @@ class Python(Task):
             )
         asked = given.get(self.question_field, given.get("prompt"))
         if asked is None:
-            hint = did_you_mean(self.question_field, map(str, given))
-            raise ConfigError(f"{where}: no field {self.question_field!r}{hint}; it has {', '.join(map(str, given))}")
+            missing = self.question_field
+            raise ConfigError(f"{where}: no field {missing!r}{fields_instead(missing, given)}")
         return Item(question=_question(asked, where), answer=str(given.get(self.answer_field, "")), entry=dict(given))
 
 
