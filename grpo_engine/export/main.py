@@ -22,7 +22,7 @@ from grpo_engine.errors import CheckpointError, ConfigError
 from grpo_engine.export.config import ExportConfig
 from grpo_engine.python_command import others_may_rename_in
 from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, CheckpointMarker, files_of, open_regular
-from grpo_engine.wire.codec import MAX_FILE_BYTES, first_fault
+from grpo_engine.wire.codec import MAX_FILE_BYTES, first_fault, require_written
 from grpo_engine.wire.run_folder import CHECKPOINT_MARKER
 
 CARD = "README.md"
@@ -85,6 +85,8 @@ def _opened(checkpoint: Path, stack: ExitStack) -> dict[str, BinaryIO]:
             name: stack.enter_context(open_regular(path, follows_link=_is_descriptor(path)))
             for name, path in files_of(checkpoint).items()
         }
+        for file in files.values():
+            require_written(file)
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint}: cannot be read: {error.strerror}; the trainer removes old checkpoints "

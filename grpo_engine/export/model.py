@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from jinja2 import TemplateError
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_engine.bridges.transport.saving import save_model
 from grpo_engine.errors import CheckpointError, ModelError, first_of
@@ -28,7 +28,7 @@ from grpo_engine.models.lora import adapter_tensors
 from grpo_engine.models.merged_lora import merged_weights
 from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CheckpointMarker, open_regular
-from grpo_engine.wire.codec import read_whole, require_regular
+from grpo_engine.wire.codec import open_file, read_whole, require_written
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
@@ -49,31 +49,38 @@ MAX_SPARE_ELEMENTS = 1 << 26
 """Of what a model has beside the stored tensors: frequencies of positions, masks, and those that are missing, which are
 named as it is loaded."""
 
-_PATTERNS = ("exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
+_WRITTEN_SETTINGS = frozenset({
+    "r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "fan_in_fan_out", "task_type",
+    "peft_type", "peft_version", "inference_mode", "base_model_name_or_path",
+})  # fmt: skip
+"""Those of an adapter that our trainers set; all others have PEFT's defaults."""
 
 log = logging.getLogger(__name__)
 
 
 def require_adapter(folder: Path) -> None:
-    """Refuse settings of an adapter that no trainer of ours writes: PEFT makes matrices of any rank, and takes names of
-    modules for patterns, which may be somebody else's work and match without end.
+    """Refuse settings of an adapter that no trainer of ours writes, which may be somebody else's work: PEFT makes
+    matrices of any rank, repeats layers, decomposes weights in any number of passes, and takes names for patterns.
 
     Raises:
-        CheckpointError: the file is damaged, has a pattern, or another rank than its tensors.
+        CheckpointError: the file is damaged, has other settings, or another rank than its tensors.
     """
     path = folder / ADAPTER_CONFIG
     try:
         table = json.loads(read_whole(path))
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-            ranks = {file.get_slice(name).get_shape()[0] for name in file.keys() if ".lora_A." in name}  # noqa: SIM118
+            ranks = [file.get_slice(name).get_shape()[0] for name in file.keys() if ".lora_A." in name]  # noqa: SIM118
     except (OSError, ValueError, RecursionError, IndexError, SafetensorError) as error:
         raise CheckpointError(f"{ADAPTER_CONFIG}: damaged: {error}") from None
     targets = table.get("target_modules") if isinstance(table, dict) else None
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
         raise CheckpointError(f"{ADAPTER_CONFIG}: damaged: target_modules is no list of names")
-    if patterns := [name for name in _PATTERNS if table.get(name)]:
-        raise CheckpointError(f"{ADAPTER_CONFIG}: {', '.join(patterns)}: an adapter with these is not exported")
-    if table.get("peft_type") != "LORA" or list(ranks) != [table.get("r")]:
+    usual = {name: value for name, value in LoraConfig().to_dict().items() if name not in _WRITTEN_SETTINGS}
+    if others := [name for name, value in usual.items() if table.get(name) and table[name] != value]:
+        raise CheckpointError(f"{ADAPTER_CONFIG}: {', '.join(others)}: an adapter with these is not exported")
+    if len(targets) > len(ranks):
+        raise CheckpointError(f"{ADAPTER_CONFIG}: damaged: more target_modules than layers")
+    if table.get("peft_type") != "LORA" or any(rank != table.get("r") for rank in ranks):
         raise CheckpointError(f"{ADAPTER_CONFIG}: damaged: no LoRA of the rank that its tensors have")
 
 
@@ -161,10 +168,12 @@ def check(folder: Path, device: str) -> str:
         raise
     except Exception as error:  # transformers and its parsers raise anything at values of another type
         raise ModelError(f"the exported model does not load: {type(error).__name__}: {error}") from error
+    # Beams and processors of the folder's own may take any memory, and PEFT reads them from the base model.
+    model.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
     prompt = _prompt(tokenizer).to(device)
     if not torch.isfinite(model(**prompt).logits).all():
         raise ModelError("the exported model's logits are not finite: export another checkpoint (--step)")
-    sampled = model.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    sampled = model.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False)
     answer = tokenizer.decode(sampled[0, prompt["input_ids"].shape[1] :])
     return f"it loads, and answers {PROMPT!r} with {answer!r}"
 
@@ -181,7 +190,8 @@ def require_base(marker: CheckpointMarker) -> None:
     for path in base.iterdir():
         try:
             if not path.is_dir():
-                require_regular(path)
+                with open_file(path) as file:
+                    require_written(file)
         except OSError as error:
             raise ModelError(f"{path}: cannot be read: {error.strerror}: correct or remove it") from None
     _try(partial(_trial_of_model, base))

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import stat
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Self, TypeVar
@@ -26,6 +27,8 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 """Of a file of JSON that is read whole: markers, notes and states of ours have less than half of it."""
 MAX_FILE_MARKS = 4 * 1024 * 1024
 """Brackets, braces and quotes of such a file: see `num_marks`."""
+MAX_HOLES_BYTES = 256 * 1024 * 1024
+"""In a file; nothing that a run writes has holes. An archive of some kB may hold a file of 100 GB, all hole."""
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A count, step, size or number of a process: one that no program writes is damaged, and no float holds 10^400."""
@@ -149,6 +152,31 @@ def require_regular(path: Path) -> None:
         OSError: as `open_file`.
     """
     open_file(path).close()
+
+
+def require_written(file: BinaryIO) -> None:
+    """Refuse a file that is mostly holes: to read it takes memory, and to copy it room on the disk, that it has not.
+
+    Raises:
+        OSError: it is.
+    """
+    if may_be_hollow(os.fstat(file.fileno())) and _has_hole(file.fileno()):
+        raise OSError(errno.EFBIG, f"longer than what was written in it, by more than {MAX_HOLES_BYTES:,} bytes")
+
+
+def may_be_hollow(status: os.stat_result) -> bool:
+    """Whether much of a file has no place on the disk: it was never written, or the file system compresses it."""
+    return status.st_size - 512 * status.st_blocks > MAX_HOLES_BYTES
+
+
+def _has_hole(descriptor: int) -> bool:
+    with suppress(OSError):  # a file system that does not tell
+        size = os.fstat(descriptor).st_size
+        try:
+            return os.lseek(descriptor, 0, os.SEEK_HOLE) < size
+        finally:
+            os.lseek(descriptor, 0, os.SEEK_SET)
+    return False
 
 
 def read_whole(path: Path, *, max_bytes: int = MAX_FILE_BYTES, max_marks: int = MAX_FILE_MARKS) -> bytes:

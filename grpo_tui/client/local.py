@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from grpo_engine.errors import GrpoError, PeerError
+from grpo_engine.wire.codec import may_be_hollow
 from grpo_engine.wire.run_folder import KEEPERS, PLAN_FILE, STATE_FILE, SUPERVISOR_LOG
 from grpo_engine.wire.supervisor import (
     ENDED_RUN_STATES,
@@ -29,7 +30,7 @@ from grpo_engine.wire.supervisor import (
 from grpo_engine.wire.terminal_text import printable
 from grpo_tui.paths import LOGS, name_of_run
 from grpo_tui.run_files.metrics import latest_metrics as latest_metrics
-from grpo_tui.run_files.opening import may_be_hollow, open_file
+from grpo_tui.run_files.opening import open_file
 from grpo_tui.run_files.whole_file import require_readable
 from grpo_tui.supervisor.keeper.client import KeeperState, keeper_states, living_keepers
 from grpo_tui.supervisor.lock import has_daemon

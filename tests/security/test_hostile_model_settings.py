@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import save_file
 from serving import save_tiny_model
 
 from grpo_engine.errors import CheckpointError, ModelError
 from grpo_engine.export import model as export
+from grpo_engine.export.main import _opened
 from grpo_engine.wire.checkpoints import CheckpointMarker
 
 
@@ -64,8 +67,24 @@ def test_the_base_of_an_adapter_is_tried_as_a_whole_model_is(changed: Callable[.
         export.require_base(marker(folder))
 
 
-def test_a_model_as_it_was_saved_is_loaded(changed: Callable[..., Path]) -> None:
-    assert "it loads, and answers" in export.check(changed("config.json"), "cpu")
+def test_a_checkpoint_or_base_that_is_mostly_holes_is_neither_copied_nor_loaded(tmp_path: Path) -> None:
+    for name in ("checkpoint.json", "config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    os.truncate(tmp_path / "model.safetensors", 1 << 32)  # an archive of some kB may have 100 GB of it
+    with ExitStack() as stack, pytest.raises(CheckpointError, match="longer than what was written in it"):
+        _opened(tmp_path, stack)
+    marker = CheckpointMarker(step=1, policy_version=1, model_name=str(tmp_path), bridge="lora_only", settings={})
+    with pytest.raises(ModelError, match="longer than what was written in it"):
+        export.require_base(marker)
+
+
+def test_a_model_as_it_was_saved_is_loaded_whatever_its_generation_config_asks_for(
+    changed: Callable[..., Path],
+) -> None:
+    folder = changed("config.json")
+    # A million beams took 12 GB for the embedding of a prompt alone.
+    (folder / "generation_config.json").write_text(json.dumps({"num_beams": 10**9, "stop_strings": ["1"]}))
+    assert "it loads, and answers" in export.check(folder, "cpu")
 
 
 ADAPTER = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "rank_pattern": {}, "exclude_modules": None}
@@ -74,14 +93,16 @@ ADAPTER = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "rank_patt
 @pytest.mark.parametrize("values", [
     {"target_modules": r"(\w+\.?)+(\w+\.?)+x"}, {"exclude_modules": "(a+)+b"}, {"rank_pattern": {"(a+)+b": 2}},
     {"alpha_pattern": {"(a+)+b": 2}}, {"layers_pattern": ["(a+)+b"]}, {"r": 20_000_000}, {"r": [2]},
-    {"target_modules": [5]}, {"peft_type": "XLORA"},
+    {"target_modules": [5]}, {"peft_type": "XLORA"}, {"layer_replication": [[0, 2]] * 9},
+    {"init_lora_weights": "pissa_niter_1000000000"}, {"target_modules": ["q_proj", "k_proj"]},
 ], ids=str)  # fmt: skip
-def test_an_adapter_with_patterns_or_another_rank_than_its_tensors_is_not_exported(
+def test_an_adapter_with_other_settings_than_a_trainer_writes_is_not_exported(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
     save_file({"layers.0.q_proj.lora_A.weight": torch.ones(2, 4)}, tmp_path / export.ADAPTER_WEIGHTS)
     settings = tmp_path / "adapter_config.json"
-    for written in (ADAPTER, {**ADAPTER, "layers_to_transform": [0, 1]}):  # with layer_indices of a trainer
+    usual = {**LoraConfig(task_type="CAUSAL_LM", inference_mode=True).to_dict(), **ADAPTER}
+    for written in (ADAPTER, usual, {**usual, "layers_to_transform": [0, 1]}):  # with layer_indices of a trainer
         settings.write_text(json.dumps(written))
         export.require_adapter(tmp_path)
     settings.write_text(json.dumps({**ADAPTER, **values}))

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from screen_fakes import metrics_line
 
+from grpo_engine.wire.codec import MAX_HOLES_BYTES
 from grpo_tui.run_files import metrics as metrics_file
 from grpo_tui.run_files.metrics import MetricsChunk, MetricsTail
-from grpo_tui.run_files.opening import MAX_HOLES_BYTES
 from grpo_tui.view.logs.tail import LogTail, without_colours
 
 

@@ -145,12 +145,20 @@ class ServedWeights:
             ModelError: it cannot be loaded, or is for another model; the old adapter is still served.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-        check_adapter(path, model_name=self.model_name, shapes=shapes, aliases=self.aliases, max_rank=max_rank)
+        modules = check_adapter(
+            path, model_name=self.model_name, shapes=shapes, aliases=self.aliases, max_rank=max_rank
+        )
         number = self._num_adapters + 1
         inner_name = f"adapter_{number}"
         version = self.lock.read().policy_version + 1 if policy_version is None else policy_version
+        from peft import LoraConfig  # imported late: a server without adapters does not need it
+
         try:
-            self.model.load_adapter(str(path), adapter_name=inner_name)
+            settings = LoraConfig.from_pretrained(str(path))
+            # As its tensors have them: names of modules in its settings may be patterns that match without end.
+            settings.target_modules, settings.exclude_modules, settings.target_parameters = set(modules), None, None
+            settings.layers_to_transform = settings.layers_pattern = None
+            self.model.load_adapter(str(path), adapter_name=inner_name, peft_config=settings)
         except Exception as error:  # peft and safetensors raise many types for a broken folder
             if inner_name in getattr(self.model, "peft_config", {}):
                 self.model.delete_adapter(inner_name)

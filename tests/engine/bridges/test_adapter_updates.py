@@ -158,6 +158,17 @@ def test_an_adapter_that_is_broken_or_changes_another_model_is_refused_and_the_o
     assert_refused(400, "broken")
 
 
+def test_patterns_in_an_adapter_are_not_matched_since_its_tensors_name_the_modules(
+    server: Serving, published: PeftModel, tmp_path: Path
+) -> None:
+    save_adapter(published, tmp_path / "patterns")
+    endless = r"(\w+\.?)+(\w+\.?)+x"  # held the server, with its other requests
+    change_config(tmp_path / "patterns", target_modules=endless, exclude_modules=endless)
+    with server.now.client as client:
+        client.post("/lora/load", json={"adapter_path": str(tmp_path / "patterns")}).raise_for_status()
+    assert_agreement(server.now, published, 2)
+
+
 # --- what can be seen of an adapter before it is loaded --------------------------------------------------------------
 
 
