@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from grpo_engine.wire.codec import read_whole
+
 LIMIT_S = 0.8
 """For all answers; what a hub that has not accepted a connection by then would have answered is not known."""
 REACHED = 200
@@ -78,8 +80,8 @@ def known_config(name: str) -> Mapping[str, Any] | None:
         except OSError:
             return None
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+        config = json.loads(read_whole(folder / "config.json"))
+    except (OSError, ValueError, RecursionError):
         return None
     return config if isinstance(config, dict) else None
 
@@ -90,12 +92,12 @@ def _has_weights(snapshot: Path) -> bool:
         return False
     for name in WEIGHTS:
         try:
-            files = set(json.loads((snapshot / f"{name}.index.json").read_bytes())["weight_map"].values())
+            files = set(json.loads(read_whole(snapshot / f"{name}.index.json"))["weight_map"].values())
         except FileNotFoundError:
             wholes = (path for path in snapshot.glob(f"*{Path(name).suffix}") if "-of-" not in path.name)
             if any(path.exists() for path in wholes):
                 return True
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             return False
         else:
             return all((snapshot / file).exists() for file in files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from grpo_engine.wire.run_folder import PLAN_FILE, STATE_FILE
 from grpo_engine.wire.supervisor import MAX_SERVICES, DiskSpace, RunState, RunStatus, WriteFault
 from grpo_tui.cli.export import _card
 from grpo_tui.client.local import Run
+from grpo_tui.profile.hub import known_config
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.services.base import Probe
@@ -133,3 +135,11 @@ def test_a_reason_or_a_name_of_a_model_of_a_million_characters_is_searched_in_li
 def test_needs_that_are_no_names_are_an_error_of_the_settings(needs: list[object]) -> None:
     with pytest.raises(ConfigError, match="is no name of a service"):
         load("tiny-cpu", [f"services.env.needs={json.dumps(needs)}"])
+
+
+def test_a_pipe_or_endless_nesting_in_place_of_the_config_of_a_model_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    assert known_config(str(tmp_path)) is None
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")  # held `doctor` and `plan`
+    assert known_config(str(tmp_path)) is None
