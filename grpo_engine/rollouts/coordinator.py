@@ -319,7 +319,7 @@ class Coordinator:
         rows = [(p.group, p.place, g.body) for p, g in zip(placed, groups, strict=True)]
         released = [id_ for p in placed for id_ in p.released]
         forgotten = [] if post is None else self._remember(*post)
-        evicted = [id_ for p in placed for id_ in p.evicted]
+        evicted = self.state.evict()
         await self._write(lambda: self._store.add_groups(rows, released, post, forgotten, evicted))
         self.counters.evicted += len(evicted)
         self.latest_body = groups[-1].body

@@ -334,12 +334,12 @@ def _refuse_superseded(coordinator: Coordinator, uuid: int | None) -> None:
 
 
 def _small(coordinator: Coordinator, groups: Sequence[CheckedGroup], placed: Sequence[Placed]) -> list[Placed]:
-    """Where the groups went that are smaller than their environment's group size, and so pass through its buffer."""
+    """Where the groups went that pass through the buffer of their environment."""
     records = coordinator.state.environments.records
     return [
         each
         for each, group in zip(placed, groups, strict=bool(placed))
-        if group.env_id in records and group.num_sequences < records[group.env_id].group_size
+        if group.env_id in records and records[group.env_id].buffers(group.num_sequences)
     ]
 
 

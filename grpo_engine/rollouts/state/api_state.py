@@ -304,27 +304,35 @@ class ApiState:
         if environment is not None:
             self.environments.hear(environment.id, now)
             self.slots.arrived(environment.id, environment.group_size, now)
-        if environment is None or num_sequences >= environment.group_size:
+        if environment is None or not environment.buffers(num_sequences):
             self._enqueue([group])
-            return Placed(group=group, place=QUEUE, released=(), evicted=self._evict(), num_buffered=0)
-        buffer = [*self.buffers.get(environment.id, []), group]
-        sizes = [other.num_sequences for other in buffer]
-        is_enough = sum(sizes) >= environment.group_size
-        full = (oldest_combination(sizes, environment.group_size) if is_enough else None) or []
-        leaving = [buffer[index] for index in full]
-        staying = [other for index, other in enumerate(buffer) if index not in set(full)]
-        while sum(other.num_sequences for other in staying) > BUFFER_LIMIT * environment.group_size:
-            leaving.append(staying.pop(0))
-        self.buffers[environment.id] = staying
+            return Placed(group=group, place=QUEUE, released=(), num_buffered=0)
+        buffer = [*self.buffers.get(environment.id, ()), group]
+        full = set(oldest_combination([other.num_sequences for other in buffer], environment.group_size) or ())
+        leaving = [buffer[index] for index in sorted(full)]
+        staying = [other for index, other in enumerate(buffer) if index not in full]
+        num_buffered = sum(other.num_sequences for other in staying)
+        num_oldest = 0
+        while num_buffered > BUFFER_LIMIT * environment.group_size:
+            num_buffered -= staying[num_oldest].num_sequences
+            num_oldest += 1
+        leaving += staying[:num_oldest]
+        self.buffers[environment.id] = staying[num_oldest:]
         if leaving:
             self._enqueue(leaving)
         return Placed(
             group=group,
-            place=QUEUE if group in leaving else BUFFER,
+            place=QUEUE if group.id in {other.id for other in leaving} else BUFFER,
             released=tuple(other.id for other in leaving if other is not group),
-            evicted=self._evict(),
-            num_buffered=sum(other.num_sequences for other in staying),
+            num_buffered=num_buffered,
         )
+
+    def evict(self) -> list[int]:
+        """Remove what no longer fits into a window or buffer, once all groups of a post are placed."""
+        batch_size = self.run.request.batch_size if self.run else 0
+        evicted = [group.id for group in self._buffering.evicted(self.queue, batch_size)]
+        self.queue.take(evicted)
+        return evicted
 
     def environment_status(self, env_id: int, now: float, *, is_heard: bool = True) -> EnvironmentStatus | None:
         """Step, queue and evaluation as an environment sees them; None when there is none of that id.
@@ -574,12 +582,6 @@ class ApiState:
         if kept:
             self._enqueue(kept)
         return kept
-
-    def _evict(self) -> tuple[int, ...]:
-        batch_size = self.run.request.batch_size if self.run else 0
-        evicted = [group.id for group in self._buffering.evicted(self.queue, batch_size)]
-        self.queue.take(evicted)
-        return tuple(evicted)
 
     def _enqueue(self, groups: Iterable[QueuedGroup]) -> None:
         """Add to the queue, which stays in order of arrival."""

@@ -29,8 +29,6 @@ class Placed:
     place: str
     released: tuple[int, ...]
     """Groups that moved from the buffer to the queue with it."""
-    evicted: tuple[int, ...]
-    """Groups that it replaces in a window or buffer that is full."""
     num_buffered: int
     """Sequences of this environment that stay in its buffer."""
 

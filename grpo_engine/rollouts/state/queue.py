@@ -21,6 +21,8 @@ class Queue:
     def __init__(self, groups: Iterable[QueuedGroup] = ()) -> None:
         self._groups: OrderedDict[int, QueuedGroup] = OrderedDict()
         """A `dict` looks at all that left it from the front for each look at its first."""
+        self._is_in_order = True
+        """Of arrival; else they are sorted once that matters: a post may insert hundreds of old ones among 60,000."""
         self.num_sequences = 0
         self.num_bytes = 0
         self.sequences_by_environment: Counter[int | None] = Counter()
@@ -40,18 +42,18 @@ class Queue:
         return len(self._groups)
 
     def __iter__(self) -> Iterator[QueuedGroup]:
+        if not self._is_in_order:
+            self._groups = OrderedDict(sorted(self._groups.items()))
+            self._is_in_order = True
         return iter(self._groups.values())
 
     def add(self, groups: Iterable[QueuedGroup]) -> None:
         """Insert groups in order of arrival: usually at the end."""
         newest = next(reversed(self._groups), -1)
-        is_in_order = True
         for group in groups:
             self._groups[group.id] = group
             self._count(group, 1)
-            is_in_order, newest = is_in_order and group.id > newest, group.id
-        if not is_in_order:
-            self._groups = OrderedDict(sorted(self._groups.items()))
+            self._is_in_order, newest = self._is_in_order and group.id > newest, group.id
 
     def take(self, ids: Iterable[int]) -> list[QueuedGroup]:
         """Remove groups, and return them."""

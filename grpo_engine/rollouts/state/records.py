@@ -11,6 +11,9 @@ QUEUE = "queue"
 """Place of a group that waits for a batch."""
 BUFFER = "buffer"
 """Place of a group that waits for others to complete its environment's group size. All other places are lease ids."""
+MOST_COMBINED = 256
+"""Group size up to which smaller groups are put together. To look for those that fit takes the longer the larger it is:
+posts of 1,024 groups of 1 held the event loop for 22 s each with a group size of 16,384."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,10 @@ class EnvironmentRecord:
     is_connected: bool = True
     takes_slots: bool = False
     """Whether it says what it samples, and starts what it is granted."""
+
+    def buffers(self, num_sequences: int) -> bool:
+        """Whether a group of so many waits for others that complete its group size."""
+        return num_sequences < self.group_size <= MOST_COMBINED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
