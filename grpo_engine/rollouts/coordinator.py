@@ -307,7 +307,7 @@ class Coordinator:
         if not self._is_duplicate(post):
             await self.admission.wait_for_room(groups, is_sender_gone)
         if self._is_duplicate(post):  # possibly since just now: its sender repeated the post while this one waited
-            await self._write(lambda: None)  # the write of the first one may still be in progress
+            await self.written()  # the write of the first one may still be in progress
             return []
         now = time.time()
         placed = [
@@ -330,6 +330,14 @@ class Coordinator:
             self.counters.add_group(name, group.num_sequences, len(group.body))
             self._warn_about(group, name)
         return placed
+
+    async def written(self) -> None:
+        """Wait until all that was changed before is written.
+
+        Raises:
+            Refusal: 503 when it could not be.
+        """
+        await self._write(lambda: None)
 
     def _remember(self, sender: str, number: str) -> list[str]:
         """Note the last post of a sender; returns the senders that posted longest ago, and are forgotten for it."""

@@ -76,7 +76,7 @@ def make_app(config: ApiConfig, store: Store, reporter: Reporter | None = None) 
         await coordinator.close_store()
 
     app = FastAPI(title="Rollout API", lifespan=lifespan, responses=bodies.REFUSALS)
-    bodies.take_long_bodies_in_turn(app)
+    app.state.body_turns = bodies.BodyTurns()
     app.add_middleware(BodyLimits, longest_bytes=config.max_body_bytes, num_at_once=BODIES_AT_ONCE)
     app.add_middleware(
         AccessControl, host=config.host, token=config.token, needs_token=lambda path: path not in OPEN_PATHS
@@ -223,7 +223,12 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
     async def scored_data(request: Request) -> dict[str, Any]:
         coordinator = _coordinator(request)
         names = coordinator.environment_names
-        group = await bodies.parsed(request, lambda body: read_group(body, names), max_bytes=config.max_body_bytes)
+        group = await bodies.parsed(
+            request,
+            lambda body: read_group(body, names),
+            max_bytes=config.max_body_bytes,
+            before_many=coordinator.written,
+        )
         placed = await coordinator.add_groups([group], _post(request), request.is_disconnected)
         return responses.group_received(_small(coordinator, [group], placed))
 
@@ -231,7 +236,12 @@ def _add_environment_routes(app: FastAPI, config: ApiConfig) -> None:
     async def scored_data_list(request: Request) -> dict[str, Any]:
         coordinator = _coordinator(request)
         names = coordinator.environment_names
-        groups = await bodies.parsed(request, lambda body: read_groups(body, names), max_bytes=config.max_body_bytes)
+        groups = await bodies.parsed(
+            request,
+            lambda body: read_groups(body, names),
+            max_bytes=config.max_body_bytes,
+            before_many=coordinator.written,
+        )
         placed = await coordinator.add_groups(groups, _post(request), request.is_disconnected)
         return responses.groups_received(len(groups), _small(coordinator, groups, placed))
 
