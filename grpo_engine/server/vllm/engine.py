@@ -166,6 +166,7 @@ class VllmEngine:
         self._check_room()
         tokenizer = load_tokenizer(self._config.model_name)
         self._prompts = PromptCodec(self._config.model_name, tokenizer, max_model_len=self._config.max_model_len)
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         check_platform(self._config)
@@ -173,7 +174,8 @@ class VllmEngine:
         self._is_started.set()
         if self._is_closing.is_set():
             raise EngineUnavailable(_CLOSING)
-        return AsyncLLM.from_engine_args(self._arguments)
+        # As stock's server: else a prefill takes 2,048 tokens a step on every GPU, in place of 8,192 on an H100.
+        return AsyncLLM.from_engine_args(self._arguments, usage_context=UsageContext.OPENAI_API_SERVER)
 
     def _check_room(self) -> None:
         folder = checkpoint_folder(self._config.model_name)

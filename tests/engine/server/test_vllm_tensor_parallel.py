@@ -44,3 +44,8 @@ def test_both_processes_serve_what_is_trained(mode: str, stack: Stack) -> None:
             bridge.publish(version, shift(model, version))
             bridge.prepare_step()
             assert_agreement(stack, model, version=version, n=8)
+
+
+def test_a_step_has_room_for_as_many_tokens_as_in_stock(stack: Stack) -> None:
+    """Which is 2,048 a process on a CPU, and 8,192 on an H100."""
+    assert "max_num_batched_tokens=4096" in stack.server.log.read_text()
