@@ -2,11 +2,12 @@
 
     .venv/bin/python benchmarks/simulate.py                    # paced: about six minutes
     .venv/bin/python benchmarks/simulate.py --stack tiny-cpu   # profile tiny-cpu as it is
+    .venv/bin/python benchmarks/simulate.py --runs logs/A logs/B   # runs that exist, as of a GPU machine
 
 `paced` is the real rollout API, real environments and the trainer's real client, in processes of their own. Only the
 two computations are clocks: a server that advances its requests every 20 ms, and a trainer that sleeps, so that neither
 takes a core from the other, as on GPUs of their own. `tiny-cpu` computes on the same cores as everything else. All
-settings are predicted from the recording of the first one alone. Target: throughput within 15 %.
+are predicted from the recording of the first one alone, bound or run. Target: throughput within 15 %.
 """
 
 from __future__ import annotations
@@ -253,7 +254,14 @@ def main() -> None:
     parser.add_argument("--stack", choices=("paced", "tiny-cpu"), default="paced")
     parser.add_argument("--bounds", default="4,0,1", help="max_staleness; the first one is recorded")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument(
+        "--runs", nargs="+", type=Path, metavar="FOLDER", help="of runs that exist; the first is recorded"
+    )
     arguments = parser.parse_args()
+    if arguments.runs:
+        bounds = [recorded_layout(folder).max_staleness for folder in arguments.runs]
+        _print_verdict(compare(bounds, arguments.runs, "runs"))
+        return
     bounds = [None if word == "unset" else int(word) for word in arguments.bounds.split(",")]
     subprocess.run(
         [sys.executable, "-c", "from grpo_engine.models.loading import resolve_model; resolve_model('local/tiny')"],
@@ -270,6 +278,10 @@ def main() -> None:
                 folder = record_tiny(folder, bound, arguments.steps)
             folders.append(folder)
         is_met = compare(bounds, folders, arguments.stack)
+    _print_verdict(is_met)
+
+
+def _print_verdict(is_met: bool) -> None:
     print(f"throughput within {TARGET:.0%}: {'met' if is_met else 'missed'}")
 
 

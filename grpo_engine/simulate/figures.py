@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
 
@@ -23,6 +23,8 @@ class ServerSpeed:
     max_running: int = 256
     """Sequences that are decoded together; the rest waits."""
     batching: Batching = "continuous"
+    recomputed_per_s: float = math.inf
+    """Tokens a second of what runs that are computed again after a weight update; infinite where nothing is."""
 
     def tokens_per_s(self, num_running: int) -> float:
         """Of all together: linear between two points, in proportion below the first, constant beyond the last.
@@ -44,8 +46,7 @@ class ServerSpeed:
 
     def scaled(self, factor: float) -> ServerSpeed:
         """The same curve, so many times as fast."""
-        points = tuple((count, speed * factor) for count, speed in self.points)
-        return ServerSpeed(points=points, max_running=self.max_running, batching=self.batching)
+        return replace(self, points=tuple((count, speed * factor) for count, speed in self.points))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,7 +160,7 @@ class Environments:
             self._clock.after(self._figures.reward_s, lambda: self._post(environment, request))
 
         lengths = self._figures.lengths.draw(self._layout.group_size, self._random)
-        load.server.submit(Request(lengths=lengths, on_answer=answered))
+        load.server.submit(Request(lengths=lengths, on_answer=answered, prompt=self._figures.lengths.prompt))
 
     def _post(self, environment: _Environment, request: Request) -> None:
         placed = self._state.place(

@@ -10,10 +10,13 @@ from statistics import fmean, median, quantiles
 from typing import Annotated, TypeVar
 
 import msgspec
+from pydantic import ValidationError
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.simulate.figures import Figures, Lengths, ServerSpeed, TrainerSpeed
-from grpo_engine.wire.run_folder import METRICS_FILE, ROLLOUTS_FILE
+from grpo_engine.wire.codec import read_whole
+from grpo_engine.wire.run_folder import METRICS_FILE, ROLLOUTS_FILE, speeds_file
+from grpo_engine.wire.server_speed import ServerSpeeds
 
 LineT = TypeVar("LineT")
 LEAST_STEPS = 8
@@ -22,6 +25,8 @@ SKIPPED_SHARE = 0.2
 """Of the steps at the start, in which queues fill and caches are cold."""
 LEAST_MEASURED, MOST_MEASURED = 1e-9, 1e12
 """Seconds, tokens and shares, besides 0; others are left out, as negative ones are."""
+_APART = 2.0
+"""Between the least and the most sequences of measured steps."""
 MOST_BYTES = 64 << 20
 """Of rollouts that are read: thousands of groups."""
 
@@ -193,9 +198,41 @@ def figures_of(recording: Recording, shape: ServerSpeed, *, num_ranks: int, batc
     )
 
 
-def with_server(figures: Figures, server: ServerSpeed) -> Figures:
-    """The figures with another server."""
-    return replace(figures, server=server)
+def measured_speed(run_folder: Path, shape: ServerSpeed) -> ServerSpeed:
+    """How fast the servers of a run said that they were; the shape where they did not.
+
+    Between and beyond the numbers of sequences that they had, a step takes a time of its own and the same further time
+    for each sequence, fitted to what was measured.
+    """
+    files = [_read_speeds(path) for path in sorted(run_folder.glob(speeds_file(run_folder, "*").name))]
+    steps = [
+        (point.sequences, point.sequences / point.tokens_per_s)
+        for speeds in files
+        for point in speeds.points
+        if point.sequences >= 1 and point.tokens_per_s >= LEAST_MEASURED
+    ]
+    recomputed_s = sum(speeds.recomputed_s for speeds in files)
+    if recomputed_s > 0:
+        recomputed = sum(speeds.recomputed_tokens for speeds in files)
+        shape = replace(shape, recomputed_per_s=max(recomputed / recomputed_s, LEAST_MEASURED))
+    if not steps:
+        return shape
+    middle, mean_s = fmean(count for count, _ in steps), fmean(seconds for _, seconds in steps)
+    if max(steps)[0] < _APART * min(steps)[0]:  # too close to each other to tell the two times apart
+        return shape.scaled(middle / mean_s / shape.tokens_per_s(round(middle)))
+    spread = sum((count - middle) ** 2 for count, _ in steps)
+    slope = sum((count - middle) * (seconds - mean_s) for count, seconds in steps) / spread
+    slope = min(max(slope, 0.0), mean_s / middle)
+    counts = [*(1 << power for power in range(shape.max_running.bit_length())), shape.max_running]
+    points = {count: count / (mean_s + slope * (count - middle)) for count in counts}
+    return replace(shape, points=tuple(sorted(points.items())))
+
+
+def _read_speeds(path: Path) -> ServerSpeeds:
+    try:
+        return ServerSpeeds.model_validate_json(read_whole(path, max_bytes=1 << 20))
+    except (OSError, ValidationError):  # damaged, or somebody else's work: as of a server that did not measure
+        return ServerSpeeds()
 
 
 def _lines(path: Path, kind: type[LineT]) -> Iterator[LineT]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ class Request:
     lengths: tuple[int, ...]
     """Tokens of its completions."""
     on_answer: Callable[[Request], None]
+    prompt: int = 0
+    """Tokens of the prompt, which its completions share."""
     num_left: int = 0
     oldest_version: int | None = None
     """Of any of its tokens."""
@@ -41,6 +44,10 @@ class _Sequence:
     request: Request
     length: int
     version: int = 0
+
+    def num_cached(self, num_left: float) -> float:
+        """Tokens with keys and values where so many are left; those of the prompt are shared by its group."""
+        return self.request.prompt / len(self.request.lengths) + self.length - num_left
 
 
 class Server(ABC):
@@ -120,6 +127,22 @@ class ContinuousServer(Server):
         self._is_paused = True
         self._turn += 1
         when_paused()
+
+    def resume(self, version: int) -> None:
+        """Go on once the keys and values of all that runs are computed again, under the new weights."""
+        self.version = version
+        cached = sum(ending.sequence.num_cached(ending.at_tokens - self._advanced) for ending in self._endings)
+        turn = self._turn
+
+        def go_on() -> None:
+            if turn == self._turn:  # else it was paused again
+                self._at = self.clock.now
+                super(ContinuousServer, self).resume(version)
+
+        if cached and math.isfinite(self.speed.recomputed_per_s):
+            self.clock.after(cached / self.speed.recomputed_per_s, go_on)
+        else:
+            go_on()
 
     def _rate(self) -> float:
         return self._rates[len(self._endings)]

@@ -44,6 +44,8 @@ program."""
 RESTARTS_VARIABLE = "GRPO_FORK_SERVER_RESTARTS"
 """Path of the file in which a fork server, or the launcher of ranks, counts its restarts (`Restarts`); set by the
 supervisor."""
+SPEEDS_VARIABLE = "GRPO_SERVER_SPEEDS"
+"""Path of the file to which an inference server writes how fast it is (`ServerSpeeds`); set by the supervisor."""
 VLLM_SERVER_VARIABLE = "GRPO_VLLM_SERVER"
 """`<pid>:<start ticks>` of the process that serves HTTP; set for the workers of a vLLM engine."""
 VLLM_SHARE_VARIABLE = "GRPO_VLLM_SHARE_WEIGHTS"

@@ -99,6 +99,11 @@ def restarts_file(run_folder: Path, service: str) -> Path:
     return run_folder / f"{service}.restarts.json"
 
 
+def speeds_file(run_folder: Path, service: str) -> Path:
+    """How fast an inference server was (`ServerSpeeds`); written by the server, read by simulations."""
+    return run_folder / f"{service}.speeds.json"
+
+
 def item_state_file(run_folder: Path, service: str) -> Path:
     """An environment's place in its items, unless a setting says otherwise; written and read by the environment."""
     return run_folder / f"{service}.items.json"

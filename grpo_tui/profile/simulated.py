@@ -22,7 +22,7 @@ from grpo_engine.simulate.figures import (
     TrainerSpeed,
 )
 from grpo_engine.simulate.layout import Layout
-from grpo_engine.simulate.recording import figures_of, read_recording
+from grpo_engine.simulate.recording import figures_of, measured_speed, read_recording
 from grpo_engine.simulate.result import calibrated
 from grpo_engine.simulate.stack import TooLong
 from grpo_tui.profile.loaded import LoadedProfile
@@ -130,6 +130,8 @@ def recorded_figures(run_folder: Path) -> Figures:
         shape = shape_of(_recorded_services(run_folder))
     if not 0 < shape.max_running <= MOST_RECORDED:
         raise ConfigError(f"{run_folder}: its settings are those of no run: max_batch_size {shape.max_running}")
+    if shape.batching == "continuous":
+        shape = measured_speed(run_folder, shape)
     figures = figures_of(recording, shape, num_ranks=layout.num_ranks, batch_size=layout.batch_size)
     until = time.monotonic() + FITTED_WITHIN_S
     try:

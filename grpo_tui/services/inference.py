@@ -8,7 +8,7 @@ from pydantic import Field
 
 from grpo_engine.flags import to_flags
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.wire.environment_variables import RESTARTS_VARIABLE
+from grpo_engine.wire.environment_variables import RESTARTS_VARIABLE, SPEEDS_VARIABLE
 from grpo_engine.wire.fork_server import RESTART_SIGNAL
 from grpo_engine.wire.log_lines import (
     FORK_SERVER_HAS_IMPORTED,
@@ -19,7 +19,7 @@ from grpo_engine.wire.log_lines import (
     WAITING_FOR_WEIGHTS,
     WEIGHTS_EXPORTED,
 )
-from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, restarts_file
+from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, restarts_file, speeds_file
 from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, RestartInPlace, RestartPolicy, Service, access_text
 
 READY_WITHIN_S = 300.0
@@ -98,6 +98,8 @@ class Inference(Service, OfPolicy, ServerConfig):
         elif not (self.shared_weights or self.enable_lora) and self.handover is None:
             config = self.model_copy(update={"handover": place.of_policy(self.policy) / HANDOVER_FOLDER})
         in_place, environment = None, {}
+        if config.engine == "vllm":
+            environment[SPEEDS_VARIABLE] = str(speeds_file(place.run_folder, name))
         if config.has_fork_server:
             file = restarts_file(place.run_folder, name)
             in_place = RestartInPlace(signal=RESTART_SIGNAL.name, file=file)

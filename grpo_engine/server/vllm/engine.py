@@ -8,6 +8,7 @@ Adapters need no pause: a new one gets a new name, new requests use it, and runn
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ from grpo_engine.server.vllm.requests import sampling_params
 from grpo_engine.server.vllm.requirements import check_room, installed_vllm, visible_gpus
 from grpo_engine.server.vllm.sharing import Sharing, share
 from grpo_engine.server.vllm.stock import StockApp, stock_app
+from grpo_engine.wire.environment_variables import SPEEDS_VARIABLE
 from grpo_engine.wire.inference import (
     GenerateRequest,
     JoinRequest,
@@ -53,6 +55,7 @@ from grpo_engine.wire.inference import (
     WakeRequest,
     WokenRequest,
 )
+from grpo_engine.wire.server_speed import write_speeds
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -60,6 +63,8 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.25
 """Interval at which a pause's owner and vLLM's health are checked."""
+_SPEEDS_EVERY = 40
+"""Of these intervals, the speed of the server is written once."""
 _LEAVE_LOADING_AFTER_S = 0.5
 _KILL_WITHIN_S = 5.0
 _CLOSING = "the server is shutting down"
@@ -76,6 +81,8 @@ class VllmEngine:
         self._instance = instance
         self._environment = environment
         self._generations = Generations(config, instance)
+        speeds = environment.get(SPEEDS_VARIABLE)
+        self._speeds_file = Path(speeds) if speeds else None
         self._changing = asyncio.Lock()
         """Held while weights change or a pause begins or ends."""
         self._pause: Pause | None = None
@@ -121,8 +128,13 @@ class VllmEngine:
         if not self._watch.cancelled():
             self._watch.result()
 
+    def _write_speeds(self) -> None:
+        if self._speeds_file is not None:
+            write_speeds(self._speeds_file, self._generations.meter.speeds())
+
     async def close(self) -> None:
         self._is_closing.set()
+        self._write_speeds()
         if self._watch is not None:
             self._watch.cancel()
         if self._thread.is_alive():
@@ -268,8 +280,10 @@ class VllmEngine:
 
     async def _watching(self, llm: AsyncLLM) -> None:
         ending: asyncio.Task[None] | None = None
-        while True:
+        for number in itertools.count():
             await asyncio.sleep(_POLL_S)
+            if number % _SPEEDS_EVERY == 0:
+                self._write_speeds()
             if llm.errored:
                 raise EngineUnavailable(DEAD)
             self._generations.ping_if_stalled(llm)

@@ -23,6 +23,7 @@ from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineUnavailable, Generation
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.prompts import check_num_completions, check_num_logprobs, max_new_tokens
+from grpo_engine.server.speed_meter import SpeedMeter
 from grpo_engine.server.stall_detector import StallDetector
 from grpo_engine.server.vllm.adapters import VllmAdapters
 from grpo_engine.server.vllm.requests import generation, refusals, sampling_params
@@ -53,6 +54,7 @@ class Generations:
         self.gate = Gate()
         self._slots = Slots(config.max_batch_size)
         self.stalls = StallDetector(config.stalled_after_s)
+        self.meter = SpeedMeter()
         self.adapters = VllmAdapters(config.model_name, self.awaiting_core)
         self.outputs: CoreOutputs
         self._ping: asyncio.Task[None] | None = None
@@ -69,7 +71,20 @@ class Generations:
 
     def listen_to(self, llm: AsyncLLM) -> None:
         """See every message of the engine core from now on."""
-        self.outputs = CoreOutputs(llm, lambda: self.stalls.record_output(time.monotonic()))
+        cache = llm.vllm_config.cache_config
+        num_cacheable = (cache.num_gpu_blocks or 0) * cache.block_size
+
+        def arrived(output: Any) -> None:
+            self.stalls.record_output(time.monotonic())
+            if (stats := output.scheduler_stats) is not None:
+                self.meter.stepped(
+                    sum(bool(each.new_token_ids) for each in output.outputs),
+                    num_running=stats.num_running_reqs,
+                    num_cached=round(stats.kv_cache_usage * num_cacheable),
+                    now=output.timestamp,
+                )
+
+        self.outputs = CoreOutputs(llm, arrived)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -194,6 +209,7 @@ class Generations:
                     self.lock.check()
                 except HalfWritten:  # nothing may be sampled from such weights: abort what is frozen
                     await llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
+                self.meter.updated(time.monotonic())
                 await llm.resume_generation()
         finally:
             await self.gate.open()  # requests behind it reveal a core that does not continue

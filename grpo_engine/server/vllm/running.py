@@ -78,7 +78,11 @@ class CoreOutputs:
     one is awaited.
     """
 
-    def __init__(self, llm: AsyncLLM, on_output: Callable[[], None]) -> None:
+    def __init__(self, llm: AsyncLLM, on_output: Callable[[Any], None]) -> None:
+        """
+        Args:
+            on_output: takes each message (`EngineCoreOutputs`).
+        """
         self._llm, self._core = llm, llm.engine_core
         self._is_awaited = False
         self.has_output = False
@@ -89,7 +93,7 @@ class CoreOutputs:
             self._is_awaited = True
             output = await get_output()
             self._is_awaited, self.has_output = False, True
-            on_output()
+            on_output(output)
             return output
 
         self._core.get_output_async = get_and_report

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -52,7 +53,9 @@ from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.environments.inference_servers import InferenceServers
 from grpo_engine.environments.sampling.groups import Completions
 from grpo_engine.server.engine import LOWEST_LOGPROB
+from grpo_engine.wire.environment_variables import SPEEDS_VARIABLE
 from grpo_engine.wire.inference import GenerateRequest, GenerateResponse
+from grpo_engine.wire.server_speed import ServerSpeeds
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -61,6 +64,7 @@ VOCABULARY = 101
 """Not a multiple of 64: vLLM pads it."""
 LETTER_E = 4 + ord("e") - 32
 RUN = f"vllmtest{os.getpid()}"
+SPEEDS = "vllm.speeds.json"
 
 
 def save_tiny_qwen2(folder: Path) -> Path:
@@ -99,8 +103,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Single copy, log-probs as sampled, owned by a run."""
     folder = tmp_path_factory.mktemp("shared")
     model = save_tiny_qwen2(folder / "model")
+    environment = {"GRPO_TUI_RUN": RUN, SPEEDS_VARIABLE: str(folder / SPEEDS)}
     try:
-        with serving_vllm(model, folder, *FLAGS, "--receives-weights", environment={"GRPO_TUI_RUN": RUN}) as stack:
+        with serving_vllm(model, folder, *FLAGS, "--receives-weights", environment=environment) as stack:
             yield stack
     finally:
         unlink_segments(name for name in segments_now() if name.startswith(f"{SEGMENT_PREFIX}{RUN}-"))
@@ -465,6 +470,16 @@ def test_log_probabilities_of_more_than_20_tokens_are_refused_on_every_route(sha
     with shared.server.client as client:
         assert [client.post(path, json=body).status_code for path, body in requests] == [400] * len(requests)
         assert client.post("/generate", json={"prompt": "a", "logprobs": 20, "max_tokens": 1}).status_code == 200
+
+
+def test_the_speed_of_steps_and_what_an_update_cost_are_in_a_file_of_the_run(shared: Stack) -> None:
+    path = shared.folder / SPEEDS
+    while not (path.exists() and ServerSpeeds.model_validate_json(path.read_bytes()).recomputed_tokens):
+        time.sleep(0.1)  # it is written every ten seconds
+    points = ServerSpeeds.model_validate_json(path.read_bytes()).points
+    assert [point.sequences for point in points] == sorted(point.sequences for point in points)
+    assert points[0].sequences == 1
+    assert all(point.tokens_per_s > 0 for point in points)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from grpo_engine.errors import ConfigError
+from grpo_engine.simulate.clock import Clock
 from grpo_engine.simulate.figures import Batching, Figures, Lengths, ServerSpeed, TrainerSpeed
 from grpo_engine.simulate.layout import Layout
-from grpo_engine.simulate.recording import figures_of, read_recording
+from grpo_engine.simulate.recording import figures_of, measured_speed, read_recording
 from grpo_engine.simulate.result import calibrated, run
+from grpo_engine.simulate.servers import ContinuousServer, Request
 from grpo_engine.simulate.stack import simulate
 from grpo_engine.wire.run_folder import METRICS_FILE, ROLLOUTS_FILE
 
@@ -128,6 +130,36 @@ def test_a_recording_is_simulated_as_it_was_and_predicts_another_bound(tmp_path:
     assert given.lengths.prompt == 5
     assert run(LAYOUT, given).interval_s == pytest.approx(5.5, rel=0.02)
     assert run(replace(LAYOUT, max_staleness=1), given).interval_s == pytest.approx(3.25, rel=0.1)
+
+
+def test_what_runs_at_an_update_is_computed_again_first() -> None:
+    clock, answered = Clock(), []
+    server = ContinuousServer(clock, ServerSpeed(points=((2, 20.0),), max_running=2, recomputed_per_s=60))
+    server.submit(Request(lengths=(10, 10), on_answer=lambda request: answered.append(clock.now), prompt=20))
+    clock.after(0.5, lambda: server.pause(lambda: server.resume(1)))  # 20 tokens of the prompt, and 5 of each
+    clock.run_until(lambda: bool(answered))
+    assert answered == [pytest.approx(1.5)]
+
+
+@pytest.mark.parametrize(
+    ("points", "speeds"),
+    [
+        ([(1, 100.0), (32, 1600.0)], {1: 100.0, 32: 1600.0, 128: 128 / (0.01 + 127 * 0.01 / 31)}),
+        ([(30.0, 3000.0), (34.0, 3400.0)], {32: 3200.0, 64: 6400.0}),
+        ([], {64: 64.0}),
+    ],
+    ids=["a line through the times of steps", "too close to each other: the form", "none: the form"],
+)
+def test_the_speed_that_servers_measured_is_simulated(
+    tmp_path: Path, points: list[tuple[float, float]], speeds: dict[int, float]
+) -> None:
+    listed = [{"sequences": count, "tokens_per_s": speed, "num_steps": 20} for count, speed in points]
+    measured = {"points": listed, "recomputed_tokens": 1000, "recomputed_s": 0.5}
+    (tmp_path / "vllm.speeds.json").write_text(json.dumps(measured))
+    (tmp_path / "vllm-2.speeds.json").write_text("damaged")
+    server = measured_speed(tmp_path, ServerSpeed(points=((1, 1.0), (128, 128.0)), max_running=128))
+    assert {count: server.tokens_per_s(count) for count in speeds} == pytest.approx(speeds)
+    assert server.recomputed_per_s == 2000
 
 
 def test_a_recording_without_steps_or_groups_is_refused(tmp_path: Path) -> None:
