@@ -67,7 +67,13 @@ def test_files_and_variables_that_people_and_scripts_use_keep_their_names() -> N
             *("GRPO_TUI_RUN", "GRPO_TUI_RUN_FOLDER", "GRPO_TUI_SERVICE", "GRPO_TUI_ATTEMPT", "GRPO_TUI_INFERENCE"),
             "GRPO_TUI_GATE",
             *("GRPO_TUI_HOOK_", "GRPO_API_TOKEN", "GRPO_API_TOKEN_FILE", "VLLM_BRIDGE_CONFIG_PATH", "LOGDIR"),
-            *("GRPO_FORK_SERVER_PID", "GRPO_FORK_SERVER_RESTARTS", "GRPO_VLLM_SERVER", "GRPO_VLLM_SHARE_WEIGHTS"),
+            *(
+                "GRPO_FORK_SERVER_PID",
+                "GRPO_FORK_SERVER_RESTARTS",
+                "GRPO_SERVER_SPEEDS",
+                "GRPO_VLLM_SERVER",
+                "GRPO_VLLM_SHARE_WEIGHTS",
+            ),
             *("GRPO_LISTENER", "GRPO_INFERENCE_KEY", "GRPO_MACHINE_ADDRESS", "GRPO_REPORTS_SOCKET"),
         ]
     )
