@@ -95,7 +95,9 @@ def check(config: CheckConfig, report: Report) -> None:
     """Make all checks in order; those that an earlier failure makes meaningless are skipped."""
     tokenizer = load_tokenizer(config.model_name)
     prompts = prompt_tokens(config, tokenizer)
-    server = CheckedServer(f"http://127.0.0.1:{config.vllm_port}", patience_s=config.check_timeout_s)
+    vocab_size = int(load_config(config.model_name).get_text_config().vocab_size)
+    url = f"http://127.0.0.1:{config.vllm_port}"
+    server = CheckedServer(url, patience_s=config.check_timeout_s, vocab_size=vocab_size)
     try:
         try:
             facts = server.facts()
@@ -106,7 +108,7 @@ def check(config: CheckConfig, report: Report) -> None:
         if facts.kind is not ServerKind.OURS:
             report.add(no_bridge(config, facts))
         special = special_tokens(config.model_name, tokenizer)
-        report.add(_ask_vocabulary(server, config, tokenizer))
+        report.add(_ask_vocabulary(server, vocab_size, tokenizer))
         report.add(*judge_special_tokens(special, decode=tokenizer.decode))
         with tempfile.TemporaryDirectory(prefix=".grpo-check-", dir=_folder(config)) as folder:
             _check_weights(_Session(config, server, facts, tokenizer, special, prompts), report, Path(folder))
@@ -176,8 +178,7 @@ def _check_weights(session: _Session, report: Report, folder: Path) -> None:
             bridge.close()
 
 
-def _ask_vocabulary(server: CheckedServer, config: CheckConfig, tokenizer: PreTrainedTokenizerBase) -> Finding:
-    size = int(load_config(config.model_name).get_text_config().vocab_size)
+def _ask_vocabulary(server: CheckedServer, size: int, tokenizer: PreTrainedTokenizerBase) -> Finding:
     probe = VocabularyProbe(size=size, takes_last=server.takes_token(size - 1), takes_one_more=server.takes_token(size))
     conversation = asked(QUESTIONS[0])
     texts = list(_TEXTS)

@@ -17,11 +17,13 @@ from pydantic import Field
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.environments.sampling.groups import Completions, tokens_and_logprobs
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
-from grpo_engine.wire.codec import Message
+from grpo_engine.wire.codec import Message, shortened
 from grpo_engine.wire.inference import GenerateRequest, LogprobsMode, TokenPrompt
 
 _TOKEN_ID = "token_id:"
 """Prefix of tokens in vLLM's answers with `return_tokens_as_token_ids`."""
+_MOST_DIGITS = 9
+"""Of a token id."""
 
 
 class ServerKind(StrEnum):
@@ -71,8 +73,13 @@ class Sample:
 class CheckedServer:
     """One inference server."""
 
-    def __init__(self, url: str, *, patience_s: float) -> None:
+    def __init__(self, url: str, *, patience_s: float, vocab_size: int) -> None:
+        """
+        Args:
+            vocab_size: of the trained model, which has no other tokens.
+        """
         self.url = url
+        self._vocab_size = vocab_size
         self._client = ServerClient(url, patience_s=patience_s)
         self._kind = ServerKind.OURS
         self._model = ""
@@ -112,10 +119,27 @@ class CheckedServer:
         """Completions of one prompt, requested as an environment does.
 
         Raises:
-            PeerError: tokens and log-probabilities of the answer do not fit each other, or there are none.
+            PeerError: it answers with another number of completions, tokens and log-probabilities do not fit each
+                other, there are none, or the model has no such token.
         """
-        if self._kind is ServerKind.VLLM:
-            return self._sample_from_vllm(prompt, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        ask = self._sample_from_vllm if self._kind is ServerKind.VLLM else self._sample_from_ours
+        samples = ask(prompt, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        if len(samples) != n:
+            raise PeerError(f"{self.url}: answered with {len(samples)} completions, not {n}")
+        for sample in samples:
+            if not len(sample.tokens) == len(sample.logprobs) <= max_tokens:
+                words = f"{len(sample.tokens)} tokens and {len(sample.logprobs)} log-probabilities, not {max_tokens}"
+                raise PeerError(f"{self.url}: answered with a completion of {words} at most of both")
+            if unknown := [token for token in sample.tokens if not 0 <= token < self._vocab_size]:
+                raise PeerError(
+                    f"{self.url}: sampled token {unknown[0]}, which is outside the model's vocabulary "
+                    f"({self._vocab_size}): does it serve the model that is trained?"
+                )
+        return samples
+
+    def _sample_from_ours(
+        self, prompt: Sequence[int], *, n: int, max_tokens: int, temperature: float, seed: int | None
+    ) -> list[Sample]:
         request = GenerateRequest(
             prompt=TokenPrompt(prompt_token_ids=list(prompt)),
             n=n,
@@ -126,6 +150,9 @@ class CheckedServer:
             seed=seed,
         )
         answer = self._client.ask("POST", "/generate", request, _Generated)
+        lists = (answer.finish_reasons, answer.logprobs, answer.token_ids)
+        if any(entries is not None and len(entries) != n for entries in lists):
+            raise PeerError(f"{self.url}: /generate answered with lists of other than {n} completions")
         sampled = [tokens_and_logprobs(answer, index) for index in range(n)]
         return [
             Sample(
@@ -153,7 +180,10 @@ class CheckedServer:
                 f"{self.url}: /generate answered without prompt_logprobs of the {len(tokens)} tokens asked for"
             )
         entries = zip(tokens[1:], answer.prompt_logprobs[1:], strict=True)
-        return [(entry or {})[str(token)] for token, entry in entries]
+        try:
+            return [(entry or {})[str(token)] for token, entry in entries]
+        except KeyError as error:
+            raise PeerError(f"{self.url}: /generate answered without the log-probability of token {error}") from None
 
     def encode(self, text: str) -> tuple[int, ...] | None:
         """Tokens of a text; None where no route returns them."""
@@ -236,12 +266,18 @@ class CheckedServer:
         return [
             Sample(
                 prompt=tuple(prompt),
-                tokens=tuple(int(token.removeprefix(_TOKEN_ID)) for token in choice.logprobs.tokens),
+                tokens=tuple(map(self._token, choice.logprobs.tokens)),
                 logprobs=tuple(choice.logprobs.token_logprobs),
                 finish_reason=choice.finish_reason,
             )
             for choice in sorted(answer.choices, key=lambda choice: choice.index)
         ]
+
+    def _token(self, text: str) -> int:
+        digits = text.removeprefix(_TOKEN_ID)
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS):
+            raise PeerError(f"{self.url}: /v1/completions answered with token {shortened(repr(text))}, which is no id")
+        return int(digits)
 
     def _tokenized(self, body: _TokenizeRequest) -> tuple[int, ...] | None:
         try:

@@ -29,6 +29,7 @@ from grpo_engine.bridges.placement.own import OwnModel
 from grpo_engine.bridges.transport import server_client
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.bridges.transport.turns import TurnsBridge, dtype_of_weights
+from grpo_engine.check.sampling import CheckedServer
 from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.environments import generating
 from grpo_engine.environments.main import work
@@ -305,3 +306,34 @@ def test_a_checksum_of_a_server_that_no_weights_have_is_refused() -> None:
         SleepAnswer.model_validate({**answer, "checksum": 10**4000})
     with pytest.raises(ValueError, match="checksums"):
         ReceiveAnswer.model_validate({**answer, "checksums": [10**4000]})
+
+
+ANSWER: dict[str, Any] = {
+    "text": ["a"], "prompt": "", "finish_reasons": ["length"], "logprobs": [[[{"5": -1.0}]]], "token_ids": [[5]],
+    "policy_version": 0,
+}  # fmt: skip
+CHOICE: dict[str, Any] = {
+    "index": 0, "finish_reason": "length", "logprobs": {"tokens": ["token_id:5"], "token_logprobs": [-1.0]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [
+    {"finish_reasons": ["length"] * 2}, {"token_ids": []}, {"logprobs": [[[{"300": -1.0}]]], "token_ids": [[300]]},
+    {"logprobs": [[[{"5": -1.0}]] * 9], "token_ids": [[5] * 9]}, {"prompt_logprobs": [None, {"6": -1.0}, {"6": -1.0}]},
+    {"choices": [CHOICE] * 2},
+    *({"choices": [{**CHOICE, "logprobs": {"tokens": tokens, "token_logprobs": [-1.0]}}]}
+      for tokens in (["token_id:-7"], ["token_id:x"], ["token_id:" + "9" * 5000], [])),
+], ids=lambda wrong: str(wrong)[:60])  # fmt: skip
+def test_no_answer_of_a_server_ends_a_check_with_a_traceback(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(method: str, path: str, body: object, kind: type[Message]) -> Message:
+        models = {"data": [{"id": "m"}]} if path == "/v1/models" else {}
+        return kind.model_validate_json(json.dumps({**ANSWER, "choices": [CHOICE], "version": "1", **models, **wrong}))
+
+    server = CheckedServer("http://127.0.0.1:9", patience_s=1, vocab_size=300)
+    monkeypatch.setattr(server._client, "ask", ask)
+    if "choices" in wrong:
+        server._stock_vllm()
+    with pytest.raises(PeerError):
+        _ = server.sample([5], n=1, max_tokens=4, temperature=1.0), server.prompt_logprobs([5, 6, 5])
