@@ -10,8 +10,10 @@ import os
 import stat
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -42,6 +44,8 @@ READ_SUFFIXES = {".json", ".jsonl", ".log", ".txt"}
 """Of the files that commands and the screen read; services may put others, such as sockets, into the run folder."""
 READ_WHOLE_SUFFIX = ".json"
 """Of those that are read at once; the others are read in parts."""
+MAX_FILES = 16_384
+"""In a run folder, or of its keepers: to look at each of a million takes a minute."""
 MOVING = {ServiceState.STARTING, ServiceState.READY, ServiceState.UNHEALTHY, ServiceState.STOPPING}
 
 
@@ -112,9 +116,11 @@ def runs_and_left_out(logs: Path = LOGS) -> tuple[list[Run], list[Unreadable]]:
 def unreadable_file(folder: Path) -> Unreadable | None:
     """What of a run folder cannot be read, or would hang its reader or fill the memory; None in a proper one."""
     try:
-        paths = [*folder.iterdir(), *folder.glob(f"{KEEPERS}/*")]
+        paths = _files_in(folder)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            paths += _files_in(folder / KEEPERS)
     except OSError as error:  # another user's
-        return Unreadable(run=folder.name, path=folder, why=error.strerror or str(error))
+        return Unreadable(run=folder.name, path=Path(error.filename or folder), why=error.strerror or str(error))
     for path in paths:
         if path.suffix in READ_SUFFIXES:
             try:
@@ -124,6 +130,19 @@ def unreadable_file(folder: Path) -> Unreadable | None:
             except OSError as error:
                 return Unreadable(run=folder.name, path=path, why=error.strerror or str(error))
     return None
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """All files in a folder.
+
+    Raises:
+        OSError: it cannot be read, or has more files than that of any run.
+    """
+    with os.scandir(folder) as entries:
+        found = [Path(entry.path) for entry in islice(entries, MAX_FILES + 1)]
+    if len(found) > MAX_FILES:
+        raise OSError(errno.EFBIG, f"more than {MAX_FILES:,} files in this folder, as in no run", str(folder))
+    return found
 
 
 def _require_readable(path: Path) -> None:

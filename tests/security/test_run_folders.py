@@ -40,6 +40,7 @@ from grpo_engine.wire.tcp_sockets import connected_stranger, own_listening_ports
 from grpo_tui.cli.arguments import folder_of_policy
 from grpo_tui.cli.export import _pin, _run_engine
 from grpo_tui.cli.follow import logs_command, tail
+from grpo_tui.client import local
 from grpo_tui.client.api import look_at, run_status
 from grpo_tui.client.local import Run, runs_and_left_out, unreadable_file
 from grpo_tui.run_files.log_file import last_lines
@@ -285,6 +286,20 @@ def test_a_file_longer_than_any_of_a_run_is_left_out_and_not_read(tmp_path: Path
     assert "longer than" in left_out[0].why
     with pytest.raises(OSError, match="longer than"):
         read_whole(file)
+
+
+@pytest.mark.parametrize("crowded", ["a", f"a/{KEEPERS}"])
+def test_a_folder_of_more_files_than_any_run_has_is_left_out_and_not_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crowded: str
+) -> None:
+    monkeypatch.setattr(local, "MAX_FILES", 5)
+    (tmp_path / crowded).mkdir(parents=True)
+    for name in (*(f"{crowded}/{number}.json" for number in range(5)), f"a/{PLAN_FILE}"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / crowded / "sixth.json").touch()
+    found, left_out = runs_and_left_out(tmp_path)
+    assert (found, [str(each.path) for each in left_out]) == ([], [str(tmp_path / crowded)])
+    assert "more than 5 files" in left_out[0].why
 
 
 @pytest.mark.parametrize("name", [METRICS_FILE, ROLLOUTS_FILE, TIMELINE_FILE, "trainer.log"])

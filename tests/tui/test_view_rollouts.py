@@ -234,6 +234,10 @@ def test_a_result_for_an_older_filter_changes_nothing(seen: Seen) -> None:
 
 def test_control_characters_are_escaped() -> None:
     assert visible("a\x1b[2Jb\x07\r\t\u202e\u200b\x9b") == r"a\x1b[2Jb\x07\r\t\u202e\u200b\x9b"
+    assert (
+        visible("a\u034f\u3164\ufe00\U000e0101\u2764\ufe0fe\u0301")
+        == "a\\u034f\\u3164\\ufe00\\U000e0101\u2764\ufe0fe\u0301"
+    )
     assert visible("naïve 日本 👍") == "naïve 日本 👍"
 
 
