@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import sys
 from contextlib import suppress
 
@@ -69,6 +70,39 @@ async def test_a_process_between_a_door_and_a_gate_learns_nothing_by_passing_the
         for each in (here, there):
             await each.close()
         squatting.close()
+        service.close()
+
+
+async def test_strangers_who_connect_to_a_gate_without_pause_keep_no_door_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty connect again as soon as they are taken: each door was closed as the oldest without a proof."""
+    monkeypatch.setattr(relay_module, "MAX_UNKNOWN", 20)
+    port, held = free_port(), list[socket.socket]()
+    service = await asyncio.start_server(answering, "127.0.0.1", port)
+    there, here = Relay("t"), Relay("t", door_host=DOOR)
+    gate = await there.open_gate(GATE, [port])
+
+    async def connect_again_and_again() -> None:
+        while True:
+            held.append(stranger := socket.socket())
+            stranger.setblocking(False)
+            with suppress(OSError):
+                await asyncio.get_running_loop().sock_connect(stranger, (GATE, gate))
+                await asyncio.get_running_loop().sock_recv(stranger, 100)
+            if len(held) > 100:
+                held.pop(0).close()
+
+    strangers = [asyncio.create_task(connect_again_and_again()) for _ in range(60)]
+    try:
+        await here.set_doors({port: (GATE, gate)})
+        assert await sent(DOOR, port) == b"yes"
+    finally:
+        for each in strangers:
+            each.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
+        for stranger in held:
+            stranger.close()
+        await here.close()
+        await there.close()
         service.close()
 
 

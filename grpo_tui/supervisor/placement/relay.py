@@ -18,8 +18,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from grpo_engine.wire.run_folder import TOKEN_FILE
@@ -28,8 +29,14 @@ from grpo_engine.wire.tcp_sockets import client_socket, stranger_behind, user_na
 HANDSHAKE_LIMIT_S = 10.0
 PART_BYTES = 1 << 16
 LINE_BYTES = 256
-MAX_UNKNOWN = 128
-"""Connections at a gate that have shown no proof; one more closes the oldest. A door needs milliseconds."""
+MAX_UNKNOWN = 512
+"""Connections at a gate that have shown no proof; one more closes the oldest. A door needs milliseconds. Half of
+the 1,024 descriptors that most processes may have."""
+BACKLOG = 4096
+"""Connections that wait until a gate takes them, or as many as the kernel allows. Where it drops one, the door's kernel
+tries again after a second."""
+OUT_OF_DESCRIPTORS_S = 1.0
+"""Until a gate that could take no connection tries again."""
 REPORT_EVERY_S = 60.0
 """Refused connections are counted, those at the gate and those at doors, and each kind is logged at most so often."""
 SILENT_LIMIT_S = 30.0
@@ -66,8 +73,8 @@ class Relay:
         self._token = token.encode()
         self._door_host = door_host
         self._inside: frozenset[int] = frozenset()
-        self._gate: asyncio.Server | None = None
-        self._doors: dict[int, tuple[tuple[str, int], asyncio.Server]] = {}
+        self._gate: _Listener | None = None
+        self._doors: dict[int, tuple[tuple[str, int], _Listener]] = {}
         self._passing: set[asyncio.Task[None]] = set()
         self._unknown: dict[asyncio.Task[None], None] = {}
         """Of connections at the gate that have shown no proof, the oldest first."""
@@ -80,33 +87,32 @@ class Relay:
         """Listen on an address of this machine for connections to these ports; returns the port of the gate."""
         self._inside = frozenset(inside)
         if self._gate is None:
-            self._gate = await asyncio.start_server(self._enter, address, 0, limit=LINE_BYTES)
-        port: int = self._gate.sockets[0].getsockname()[1]
-        return port
+            self._gate = _Listener(address, 0, partial(self._begin, self._enter))
+        return self._gate.port
 
     async def set_doors(self, doors: Mapping[int, tuple[str, int]]) -> list[str]:
         """Listen on loopback for each port, and lead to the gate at its address; returns why a port cannot be had."""
-        for port, (gate, server) in list(self._doors.items()):
+        for port, (gate, door) in list(self._doors.items()):
             if doors.get(port) != gate:
-                server.close()
+                door.close()
                 del self._doors[port]
         faults = []
         for port, gate in doors.items():
             if port in self._doors:
                 continue
             try:
-                server = await asyncio.start_server(self._leave(port, gate), self._door_host, port, limit=LINE_BYTES)
+                door = _Listener(self._door_host, port, partial(self._begin, partial(self._leave, port, gate)))
             except OSError as error:
                 faults.append(f"port {port}: {error.strerror or error}")
             else:
-                self._doors[port] = gate, server
+                self._doors[port] = gate, door
         return faults
 
     async def close(self) -> None:
         """Stop listening, and end what passes."""
-        for server in (self._gate, *(server for _, server in self._doors.values())):
-            if server is not None:
-                server.close()
+        for listener in (self._gate, *(door for _, door in self._doors.values())):
+            if listener is not None:
+                listener.close()
         self._gate = None
         self._doors.clear()
         tasks = set(self._passing)
@@ -115,30 +121,62 @@ class Relay:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)  # transports close their sockets in the next round of the loop
 
-    async def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _begin(self, serve: Callable[[socket.socket], Coroutine[None, None, None]], link: socket.socket) -> None:
+        """Serve a new connection in a task that `close` ends, and close it at the end."""
+        task = asyncio.create_task(serve(link))
+        self._passing.add(task)
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._passing.discard(task)
+            link.close()
+
+        task.add_done_callback(end)
+
+    async def _enter(self, link: socket.socket) -> None:
         """A connection at the gate: check it, and pass it on to a service of this machine."""
-        with self._known(writer):
-            _end_with_link(writer)
+        with ExitStack() as ending:
             try:
                 async with asyncio.timeout(HANDSHAKE_LIMIT_S):
-                    inner = await self._checked(reader, writer)
+                    here = _name(link.getsockname())
+                    port, answer = await self._proven(link, here)
+                    outer = await _streams(link)
+                    ending.callback(outer[1].close)
+                    _end_with_link(outer[1])
+                    inner = await self._service(port)
+                    ending.callback(inner[1].close)
+                    outer[1].write(f"{self._proof('gate', answer, port, here)}\n".encode())
             except (Refused, OSError, ValueError, TimeoutError) as error:
                 self._report("the gate", str(error) or f"no proof within {HANDSHAKE_LIMIT_S:g} s")
                 return
-            await _pass((reader, writer), inner)
+            await _pass(outer, inner)
 
-    async def _checked(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Streams:
-        """The connection to a service of this machine that the other side may have, once it has shown its proof.
+    async def _proven(self, link: socket.socket, here: str) -> tuple[str, str]:
+        """The port that the other side asks for and the number that it wants proved, once it has shown its proof.
+
+        Without streams: these are most of what a connection costs, and it may be one of thousands a second.
+
+        Raises:
+            Refused: it has none.
+        """
+        loop, challenge, line = asyncio.get_running_loop(), secrets.token_hex(16), b""
+        with self._not_yet_known():
+            await loop.sock_sendall(link, f"{challenge}\n".encode())
+            while not line.endswith(b"\n"):
+                part = await loop.sock_recv(link, LINE_BYTES)
+                line += part
+                if not part or len(line) > LINE_BYTES:
+                    raise Refused("a client that sends no proof")
+        port, answer, proof = line.decode("ascii").split()
+        if not hmac.compare_digest(proof, self._proof("door", challenge, port, answer, here)):
+            raise Refused("a client that does not know the token of the run")
+        return port, answer
+
+    async def _service(self, port: str) -> Streams:
+        """A connection to a service of this machine that the other side may have.
 
         Raises:
             Refused: it may not.
         """
-        challenge, here = secrets.token_hex(16), _name(writer.get_extra_info("sockname"))
-        with self._not_yet_known():
-            writer.write(f"{challenge}\n".encode())
-            port, answer, proof = (await reader.readline()).decode("ascii").split()
-            if not hmac.compare_digest(proof, self._proof("door", challenge, port, answer, here)):
-                raise Refused("a client that does not know the token of the run")
         if int(port) not in self._inside:
             raise Refused(f"port {port}, which no service here has")
         inner = await asyncio.open_connection(LOOPBACK, int(port))
@@ -149,7 +187,6 @@ class Relay:
             )
             if stranger is not None:
                 raise Refused(f"port {port}, which is held by {await asyncio.to_thread(who_has, stranger)}")
-            writer.write(f"{self._proof('gate', answer, port, here)}\n".encode())
         except BaseException:
             inner[1].close()
             raise
@@ -182,21 +219,21 @@ class Relay:
             log.info("port %d cannot be reached at %s: %s", port, machine, why)
             self._unreached_at_s[port] = time.monotonic()
 
-    def _leave(self, port: int, gate: tuple[str, int]):  # type: ignore[no-untyped-def]  # asyncio's own callback type
-        async def leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with self._known(writer):
-                try:
-                    async with asyncio.timeout(HANDSHAKE_LIMIT_S):
-                        if (why := await asyncio.to_thread(_why_foreign, writer)) is not None:
-                            self._report("doors", f"port {port}: {why}")
-                            return
-                        outer = await self._through(port, gate)
-                except (Refused, OSError, ValueError, TimeoutError) as error:
-                    self._report_unreached(port, gate[0], str(error) or f"no answer within {HANDSHAKE_LIMIT_S:g} s")
-                    return
-                await _pass((reader, writer), outer)
-
-        return leave
+    async def _leave(self, port: int, gate: tuple[str, int], link: socket.socket) -> None:
+        """A connection at a door: check it, and pass it on to the gate of the other machine."""
+        with ExitStack() as ending:
+            try:
+                async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                    if (why := await asyncio.to_thread(_why_foreign, link)) is not None:
+                        self._report("doors", f"port {port}: {why}")
+                        return
+                    inner = await _streams(link)
+                    ending.callback(inner[1].close)
+                    outer = await self._through(port, gate)
+            except (Refused, OSError, ValueError, TimeoutError) as error:
+                self._report_unreached(port, gate[0], str(error) or f"no answer within {HANDSHAKE_LIMIT_S:g} s")
+                return
+            await _pass(inner, outer)
 
     async def _through(self, port: int, gate: tuple[str, int]) -> Streams:
         """A connection through the gate of another machine."""
@@ -219,19 +256,56 @@ class Relay:
     def _proof(self, *words: str) -> str:
         return hmac.new(self._token, " ".join(words).encode(), hashlib.sha256).hexdigest()
 
-    @contextmanager
-    def _known(self, writer: asyncio.StreamWriter) -> Iterator[None]:
-        """Count the current task among those that `close` ends, and close its connection at the end."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._passing.add(task)
+
+class _Listener:
+    """Takes one connection in each round of the loop.
+
+    `asyncio.start_server` takes all that wait: strangers who connect without pause had each door be the oldest without
+    a proof before its answer was read, and held up what passes.
+    """
+
+    def __init__(self, address: str, port: int, take: Callable[[socket.socket], None]) -> None:
+        """
+        Raises:
+            OSError: the port cannot be had.
+        """
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, port), family=family, backlog=BACKLOG)
+        self._socket.setblocking(False)
+        self._take = take
+        self._listen()
+
+    @property
+    def port(self) -> int:
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+    def _listen(self) -> None:
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
         try:
-            yield
-        except asyncio.CancelledError:
-            pass
-        finally:
-            self._passing.discard(task)
-            writer.close()
+            link, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            log.warning("no connection can be taken for %g s: %s", OUT_OF_DESCRIPTORS_S, error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._socket)
+            loop.call_later(OUT_OF_DESCRIPTORS_S, self._listen)
+            return
+        link.setblocking(False)
+        self._take(link)
+
+
+async def _streams(link: socket.socket) -> Streams:
+    """Of a connection, whose socket they take over."""
+    return await asyncio.open_connection(sock=socket.socket(fileno=link.detach()))
 
 
 def _name(address: tuple[str, int]) -> str:
@@ -239,14 +313,16 @@ def _name(address: tuple[str, int]) -> str:
     return f"{address[0]} {address[1]}"
 
 
-def _why_foreign(writer: asyncio.StreamWriter) -> str | None:
+def _why_foreign(link: socket.socket) -> str | None:
     """Why a connection at a door is none of the run: another user than this one and root has it, or had it.
 
     They would use up its descriptors, and gain services elsewhere. One that is closed already counts too: what it sent
     first would be passed on, and whose it was cannot be known.
     """
-    peer, own = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
-    client = None if peer is None else client_socket(peer, own)
+    try:
+        client = client_socket(link.getpeername(), link.getsockname())
+    except OSError:  # it is not connected any more
+        client = None
     if client is None:
         return "a client has closed its connection at once"
     if client.uid in (os.geteuid(), 0):
