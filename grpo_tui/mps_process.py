@@ -203,6 +203,7 @@ class Daemon:
                 env=self._environment,
                 capture_output=True,
                 text=True,
+                errors="replace",  # an answer that is no text must not leave the daemon behind
                 timeout=limit_s,
                 check=False,
             )
