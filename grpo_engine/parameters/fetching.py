@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import httpx
 from pydantic import ValidationError
 
+from grpo_engine.bridges.transport.checkpoint_folder import room_in
 from grpo_engine.bridges.transport.parameter_store import ParameterStore
 from grpo_engine.errors import BridgeError, PeerUnavailable
 from grpo_engine.parameters.machines import REPORT_EVERY_S
@@ -132,9 +132,10 @@ class Fetcher:
             pull_every=state.pull_every,
         )
         folder = self._store.begin(request)
-        free = shutil.disk_usage(folder).free
-        if num_bytes > free:
-            raise BridgeError(f"{self._source}: a version of {num_bytes:,} bytes, and {folder} has room for {free:,}")
+        room = room_in(folder)
+        if num_bytes > room:
+            has = f"{folder} has room for {room / 1e9:.1f} GB"  # no digits that change at each look: each is logged
+            raise BridgeError(f"{self._source}: a version of {num_bytes:,} bytes, and {has}")
         for name in names:
             self._fetch(state, name, folder / name)
         self._store.commit(state.policy_version)

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from grpo_engine.bridges.protocol import BridgeContext
-from grpo_engine.bridges.transport import parameter_service
+from grpo_engine.bridges.transport import checkpoint_folder, parameter_service
 from grpo_engine.bridges.transport.parameter_service import RemoteStore
 from grpo_engine.bridges.transport.parameter_store import ParameterStore
 from grpo_engine.errors import BridgeError
@@ -150,3 +150,28 @@ def test_a_version_for_which_there_is_no_room_is_not_fetched(tmp_path: Path) -> 
             fetcher.look()
         fetcher.close()
     assert not sent.is_set()
+
+
+def test_versions_in_shared_memory_leave_a_quarter_of_main_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source sends a short version first, for which shared memory is chosen, and then one of all that is free."""
+    monkeypatch.setattr(checkpoint_folder, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    sent, ended = threading.Event(), threading.Event()
+    with closing(ParameterStore(tmp_path / "handover", [], storage=tmp_path)) as store:
+        fetcher = Fetcher("http://there", store, _answering(sent, ended, size=900 << 10))
+        with pytest.raises(BridgeError, match="has room for 0.0 GB"):
+            fetcher.look()
+        fetcher.close()
+    assert not sent.is_set()
+
+
+def test_headers_of_a_million_tensors_are_not_parsed(tmp_path: Path) -> None:
+    """Each file of a version held all threads of the service for seconds."""
+    with closing(ParameterStore(tmp_path / "handover", [], storage=tmp_path)) as store:
+        folder = store.begin(REQUEST)
+        (folder / "model.safetensors").write_bytes((17 << 20).to_bytes(8, "little") + b"{")
+        with pytest.raises(BridgeError, match=r"is above 16,777,216 bytes"):
+            store.commit(1)
+        assert store.newest is None

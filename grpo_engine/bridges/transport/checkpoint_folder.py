@@ -37,6 +37,9 @@ _VERSIONS = f"version-{6 * '[0-9]'}*"
 _HANDOVER = "handover-"
 _MOST_OF_SHARED_MEMORY = 0.75
 """Share of free shared memory and free main memory that checkpoints may take."""
+_MOST_HEADER_BYTES = 16 << 20
+"""Of all files of a checkpoint: 100,000 tensors have less. One of 90 MB took 6 s, in which no other thread
+ran, and 1.3 GB."""
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +193,16 @@ def choose_storage(
     return storage
 
 
+def room_in(folder: Path) -> int:
+    """Bytes that another checkpoint may take there; of shared memory, which is main memory, not all that is free."""
+    import psutil
+
+    free = shutil.disk_usage(folder).free
+    if not folder.is_relative_to(SHARED_MEMORY):
+        return free
+    return int(_MOST_OF_SHARED_MEMORY * min(free, psutil.virtual_memory().available))
+
+
 def _remove_left(storages: Iterable[Path], *, spared: Path) -> None:
     """Remove folders whose trainers have exited, which released their locks."""
     for storage in storages:
@@ -233,12 +246,16 @@ def _has_room(storage: Path, num_bytes: int) -> bool:
 def _count_tensors(folder: Path) -> int:
     from safetensors import SafetensorError, safe_open
 
-    count = 0
+    count = num_header_bytes = 0
     for path in folder.glob("*.safetensors"):
         require_regular(path)
+        with path.open("rb") as file:
+            num_header_bytes += int.from_bytes(file.read(8), "little")
+        if num_header_bytes > _MOST_HEADER_BYTES:
+            raise BridgeError(f"{path}: its header, with those of other files, is above {_MOST_HEADER_BYTES:,} bytes")
         try:
-            with safe_open(path, framework="np") as file:  # raises for a truncated file
-                count += len(file.keys())
+            with safe_open(path, framework="np") as tensors:  # raises for a truncated file
+                count += len(tensors.keys())
         except SafetensorError as error:
             raise BridgeError(f"{path}: {error}") from None
     return count
