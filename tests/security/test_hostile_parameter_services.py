@@ -161,7 +161,7 @@ def test_versions_in_shared_memory_leave_a_quarter_of_main_memory(
     sent, ended = threading.Event(), threading.Event()
     with closing(ParameterStore(tmp_path / "handover", [], storage=tmp_path)) as store:
         fetcher = Fetcher("http://there", store, _answering(sent, ended, size=900 << 10))
-        with pytest.raises(BridgeError, match="has room for 0.0 GB"):
+        with pytest.raises(BridgeError, match=r"has room for 0\.0 GB"):
             fetcher.look()
         fetcher.close()
     assert not sent.is_set()
