@@ -29,6 +29,7 @@ from grpo_engine.wire.terminal_text import printable
 from grpo_tui.ui.glyphs import AsciiOnly
 from grpo_tui.ui.terminal.changed_cells import ChangedCells, TerminalCells
 from grpo_tui.ui.terminal.line_pace import GIVE_UP_S, LinePace
+from grpo_tui.ui.terminal.paste_parser import MAX_PASTED
 from grpo_tui.ui.terminal.resumable_driver import ResumableDriver
 from grpo_tui.ui.terminal.terminal_watch import TerminalWatch
 from grpo_tui.ui.waiting import wait_at_most
@@ -88,8 +89,6 @@ NO_COLOURS = NoColor()
 RICH_TERMINALS = ("256color", "direct", "kitty", "alacritty", "ghostty", "wezterm", "foot", "iterm")
 """Parts of `TERM` that imply more than sixteen colours."""
 
-MAX_PASTED = 4096
-"""Characters."""
 LAYOUT_LIMIT_S = 0.2
 """Longest wait for the layout of a new screen before it is painted."""
 REPAINT_AFTER_S = 0.2

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from textual import events
 
 from grpo_engine import cli
 from grpo_engine.check.report import Report, finding_lines
@@ -20,6 +21,7 @@ from grpo_engine.wire.terminal_text import PrintableFormatter
 from grpo_tui.cli import follow
 from grpo_tui.cli.metrics import StepTable, metrics_command
 from grpo_tui.cli.printing import table
+from grpo_tui.ui.terminal.paste_parser import MAX_PASTED, PasteParser
 from grpo_tui.view.logs.tail import as_text, on_terminal
 
 HIDDEN = "\u202e\u200b\U000e0041\u2028\ufeff\u2066\x9b"
@@ -126,3 +128,29 @@ def test_errors_and_log_lines_of_engine_commands_are_text(
     formatted = PrintableFormatter("%(message)s").format(record)
     assert formatted.startswith("one\ntwo]0;owned[2J\nTraceback")
     assert formatted.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("read_length", [1, 5, 7, 4096])
+def test_a_paste_with_escapes_is_text_and_no_keys(read_length: int) -> None:
+    """`D` and `y` after an ESC in what was copied ended the run on whose screen it was pasted."""
+    pasted = "a\x1b" + "D" * 40 + "\x1b" + "y" * 40 + "\x1b\x1b\x1b[200~\x1b[48;1;1;1;1t\x1b[O\x1b[201\nb\x9b"
+    typed = f"q\x1b[200~{pasted}\x1b[201~w\x1b[A\x1b[200~\x1b[201~\x1b[B"
+    parser = PasteParser()
+    found = [
+        event
+        for start in range(0, len(typed), read_length)
+        for event in parser.feed(typed[start : start + read_length])
+    ]
+    text = f"a{'D' * 40}{'y' * 40}[200~[48;1;1;1;1t[O[201\nb"
+    assert [each.text if isinstance(each, events.Paste) else getattr(each, "key", each) for each in found] == [
+        *("q", text, "w", "up", "", "down")
+    ]
+
+
+def test_of_a_paste_without_an_end_only_the_beginning_is_kept() -> None:
+    parser = PasteParser()
+    assert not [*parser.feed("\x1b[200~"), *(event for _ in range(50) for event in parser.feed("\x1b\x1b" * 2048))]
+    assert not [*parser.feed("y" * 10 + "\x1b[20"), *parser.tick()]
+    (paste,) = parser.feed("1~")
+    assert isinstance(paste, events.Paste)
+    assert len(paste.text) <= MAX_PASTED

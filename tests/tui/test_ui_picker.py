@@ -27,7 +27,7 @@ from grpo_tui.ui.choices import (
 )
 from grpo_tui.ui.screens.picker import PickerApp
 from grpo_tui.ui.screens.reading import ReadingScreen
-from grpo_tui.ui.themes import MAX_PASTED
+from grpo_tui.ui.terminal.paste_parser import MAX_PASTED
 
 TINY = ProfileChoice(name="tiny", path=Path("tiny.toml"), description="in a minute", words=("Hardware: two cores.",))
 BIG = ProfileChoice(name="big", path=Path("big.toml"), description="on one GPU", words=("Hardware: one GPU.",))

@@ -14,6 +14,8 @@ from types import FrameType
 from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 
+from grpo_tui.ui.terminal.paste_parser import PasteParser
+
 SAVES_TITLE, RESTORES_TITLE = "\x1b[22;0t", "\x1b[23;0t"
 """XTWINOPS: push and pop the titles of icon and window."""
 
@@ -43,11 +45,12 @@ class ResumableDriver(LinuxDriver):
             self.write(f"\x1b]0;{text}\x07")
 
     def run_input_thread(self) -> None:
-        """Read keys; a byte that is no UTF-8 is one that means nothing.
+        """Read keys; a byte that is no UTF-8 is one that means nothing, and nothing in a paste is a key.
 
         Textual (8.2.8) ends the program at the first: at an ü of a terminal in Latin-1, or at a paste of such text.
         """
         linux_driver.getincrementaldecoder = _lenient_decoder  # type: ignore[attr-defined, assignment]
+        linux_driver.XTermParser = PasteParser  # type: ignore[attr-defined]
         super().run_input_thread()
 
     def _sigcont_application(self, number: int = signal.SIGCONT, frame: FrameType | None = None) -> None:

@@ -1,0 +1,50 @@
+"""Textual's parser of what a terminal sends, for pastes (bracketed, mode 2004) of any text.
+
+Textual (8.2.8) looks for escape sequences within a paste too: text after an ESC acts as keys, so that what was copied
+from elsewhere could end a run. Here nothing in a paste is a key, whatever bytes it has; its first characters are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from textual import events
+from textual._xterm_parser import BRACKETED_PASTE_END as END
+from textual._xterm_parser import BRACKETED_PASTE_START as START
+from textual._xterm_parser import XTermParser
+from textual.message import Message
+
+from grpo_engine.wire.terminal_text import printable
+
+MAX_PASTED = 4096
+"""Characters."""
+
+
+class PasteParser(XTermParser):
+    """Takes pastes out of the input before Textual's parser sees them."""
+
+    def __init__(self, debug: bool = False) -> None:
+        self._pasted: str | None = None
+        """The beginning of a paste that has not ended."""
+        self._tail = ""
+        """What was read last; a mark may begin in it."""
+        super().__init__(debug)
+
+    def feed(self, data: str) -> Iterable[Message]:
+        """Messages for this part of the input; it may begin and end anywhere."""
+        if not data:  # the end of the input
+            yield from super().feed(data)
+        while data:
+            mark = START if self._pasted is None else END
+            seen = self._tail + data
+            before, found, after = seen.partition(mark)
+            new = (before + found)[len(self._tail) :]
+            self._tail, data = ("", after) if found else (seen[1 - len(mark) :], "")
+            if self._pasted is None:  # to Textual's parser the paste is empty
+                yield from (e for e in super().feed(new + END if found else new) if not isinstance(e, events.Paste))
+                self._pasted = "" if found else None
+                continue
+            self._pasted = (self._pasted + new)[: MAX_PASTED + len(END)]
+            if found:
+                yield events.Paste(printable(self._pasted.removesuffix(END)[:MAX_PASTED], keep="\n\t\r"))
+                self._pasted = None
