@@ -29,7 +29,7 @@ MAX_TOKEN_CHARACTERS = 256
 _PLAIN = re.compile(r"[ -~]*")
 """Most tokens: they stand as they are, one cell a character."""
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-_WITHOUT_SHAPE = re.compile("[\u034f\u115f\u1160\u3164\ufe00-\ufe0d\uffa0\U000e0100-\U000e01ef]")
+_WITHOUT_SHAPE = re.compile(r"[\u034f\u115f\u1160\u3164\ufe00-\ufe0d\uffa0\U000e0100-\U000e01ef]")
 """Letters and marks that are not seen either; a model can hide text in them. Selectors of emoji (U+FE0F) are seen."""
 
 

@@ -79,7 +79,7 @@ async def test_held_out_items_are_answered_with_rewards_lengths_and_versions(
     assert named.answer.policy_versions == [[[5]] * 3] * 6
     assert named.answer.solved_from == 1.0
     asked = asked_questions(fake, 3)
-    assert asked == [item.question for item in held_out_items(Sort6(), 6)]
+    assert sorted(asked) == sorted(item.question for item in held_out_items(Sort6(), 6))
     assert all(belongs_to("held_out", question) for question in asked)
     trained = asked_questions(fake, 4)
     assert not any(belongs_to("held_out", question) for question in trained)
