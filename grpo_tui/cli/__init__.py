@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import resource
 import signal
 import sys
 from types import FrameType
@@ -154,11 +155,26 @@ def main() -> NoReturn:
         write_line(error, to_stderr=True)
         sys.exit(_exit_code(error))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        words = _shortage(error)
+        if words is None:
             raise
-        write_line(f"{error.filename or os.getcwd()}: {error.strerror}: make room, and try again", to_stderr=True)
+        write_line(words, to_stderr=True)
         sys.exit(ExitCode.FAILED)
     sys.exit(ExitCode.OK)
+
+
+def _shortage(error: OSError) -> str | None:
+    """What has run out, and what to do; None where something else is wrong."""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return f"{error.filename or os.getcwd()}: {error.strerror}: make room, and try again"
+        case errno.EMFILE:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return (
+                f"{error.strerror}: the limit is {limit} (ulimit -n): raise it, e.g. by ulimit -n 1024, and try again"
+            )
+        case _:
+            return None
 
 
 def _check_current_folder() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 from importlib.metadata import version
 from pathlib import Path
 
@@ -89,6 +90,19 @@ def test_a_number_of_devices_is_refused_where_a_profile_names_the_gpus() -> None
 )
 def test_a_word_after_an_option_is_its_value_and_no_override(words: list[str], expected: list[str]) -> None:
     assert with_set(words) == expected
+
+
+def test_a_low_limit_of_open_files_is_a_message_with_the_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(prog_name: str) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(cli, "build_app", lambda: start)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    with pytest.raises(SystemExit, match=str(ExitCode.FAILED.value)):
+        cli.main()
+    assert capsys.readouterr().err.startswith("Too many open files: the limit is 8 (ulimit -n): raise it")
 
 
 def test_a_full_disk_is_a_message_with_the_folder(
