@@ -192,6 +192,7 @@ def test_the_error_of_an_evaluation_is_not_smoothed_since_its_mean_is_not() -> N
     plain, smooth = (drawn_of([curve], PlotView(smoothing=weight), (0.0, 3.0), 60, 12).rows for weight in (0.0, 0.9))
     assert [row.text for row in plain] == [row.text for row in smooth]
     assert any("⠁" <= sign <= "⣿" for row in plain for sign in row.text)
+    assert {span.style for row in plain for span in row.spans} == {".share-0"}  # the line, too, has its curve's colour
 
 
 def test_a_sparkline_has_no_holes_between_the_places_that_were_read() -> None:

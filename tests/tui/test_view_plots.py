@@ -13,6 +13,7 @@ from screen_fakes import metrics_line, write_metrics
 
 from grpo_engine.wire.metrics import HEALTHY_BANDS, METRIC_NAMES, MetricsLine
 from grpo_engine.wire.run_folder import METRICS_FILE, STATE_FILE
+from grpo_tui.ui.widgets.plot_drawing import Geometry, axis_rows
 from grpo_tui.view.metrics import other_runs
 from grpo_tui.view.metrics import state as plot_view
 from grpo_tui.view.metrics.braille import Canvas
@@ -179,6 +180,17 @@ def test_time_has_minutes_and_hours_and_steps_are_whole() -> None:
     assert [text for _, text in x_ticks((0.0, 3700.0), XAxis.TIME, 5)] == ["0", "15m00s", "30m00s", "45m00s", "1h00m"]
     assert [text for _, text in x_ticks((1.0, 4.0), XAxis.STEP, 8)] == ["1", "2", "3", "4"]
     assert [text for _, text in x_ticks((0.0, 1_000_000.0), XAxis.STEP, 2)] == ["0", "500,000", "1,000,000"]
+
+
+@pytest.mark.parametrize(
+    ("end", "columns", "words"),
+    [(150.0, 70, "0 50 100 step 150"), (140.0, 70, "0 50 100 step"), (5.0, 12, "0 step 5"), (5.0, 6, "step")],
+)
+def test_the_last_number_of_the_axis_stands_beside_the_word(end: float, columns: int, words: str) -> None:
+    geometry = Geometry(left=4, columns=columns, window=(0.0, end), whole=(0.0, end), places=())
+    _, labels = axis_rows(geometry, PlotView(), columns + 4)
+    assert labels.plain.split() == words.split()
+    assert labels.cell_length == columns + 4
 
 
 def test_a_growing_run_gets_room_so_that_the_plot_does_not_move() -> None:

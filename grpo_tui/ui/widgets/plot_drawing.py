@@ -159,8 +159,7 @@ def _draw(
         even = [(point.x, point.y) for point in curve.points if not point.is_extreme]
         means = smoothed([y for _, y in even], plots.smoothing)
         points = [(x, y) for (x, _), y in zip(even, means, strict=True)]
-    _draw_line(points, scale, geometry, canvas, style if not curve.is_sparse else ".faint",
-               is_dashed=curve.run is not None)  # fmt: skip
+    _draw_line(points, scale, geometry, canvas, style, is_dashed=curve.run is not None)
     low, high = geometry.window
     seen = [(x, y) for x, y in points if y is not None and low <= x <= high]
     if curve.is_sparse:
@@ -333,17 +332,16 @@ def axis_rows(geometry: Geometry, plots: PlotView, width: int) -> list[Content]:
     """The line below with its ticks, then their labels and what the axis is."""
     word = AXIS_WORDS[plots.x]
     text = ["─"] * geometry.columns
-    labels = [" "] * width
+    labels: list[tuple[int, str]] = []
     free_from = 0
-    last = width - len(word) - 1
     for value, label in x_ticks(geometry.window, plots.x, max(1, geometry.columns // COLUMNS_A_TICK)):
         column = column_of(value, geometry)
         if column is None:
             continue
         text[column] = "┬"
-        start = max(0, geometry.left + column - len(label) // 2)
-        if start >= free_from and start + len(label) < last:
-            labels[start : start + len(label)] = label
+        start = min(max(0, geometry.left + column - len(label) // 2), width - len(label))
+        if start >= free_from:
+            labels.append((start, label))
             free_from = start + len(label) + 2
     cursor = None if plots.cursor is None else column_of(plots.cursor, geometry)
     axis: list[str | Styled] = [(" " * (geometry.left - 1) + "└", ".muted")]
@@ -351,4 +349,19 @@ def axis_rows(geometry: Geometry, plots: PlotView, width: int) -> list[Content]:
         axis.append(("".join(text), ".muted"))
     else:
         axis += [("".join(text[:cursor]), ".muted"), ("▲", ".accent"), ("".join(text[cursor + 1 :]), ".muted")]
-    return [line(*axis), line(("".join(labels[:last]), ".muted"), (f" {word}", ".faint"))]
+    row, at = _labelled(labels, word, width)
+    return [line(*axis), line((row[:at], ".muted"), (word, ".faint"), (row[at + len(word) :], ".muted"))]
+
+
+def _labelled(labels: Sequence[tuple[int, str]], word: str, width: int) -> tuple[str, int]:
+    """The row of labels, and the place in it of the last gap that is wide enough for the word.
+
+    Where no gap is, the last labels are left out.
+    """
+    row = " " * (width + 1)
+    for start, label in labels:
+        row = f"{row[:start]}{label}{row[start + len(label) :]}"
+    gap = row.rfind(" " * (len(word) + 3))
+    if gap < 0 and labels:
+        return _labelled(labels[:-1], word, width)
+    return row[:width], gap + 2
