@@ -29,7 +29,7 @@ from grpo_tui.ui.board import reading
 from grpo_tui.ui.board.app import BoardApp, BoardScreen, Choice
 from grpo_tui.ui.board.curves import CurvesPanel, CurvesScreen
 from grpo_tui.ui.board.reading import BoardReader
-from grpo_tui.ui.board.table import AboutRow, AnswerLine, BoardHeader, BoardTable, _spark, spans
+from grpo_tui.ui.board.table import ABOUT_ROWS, AboutRow, AnswerLine, BoardHeader, BoardTable, _spark, spans
 from grpo_tui.ui.screens.confirm import ConfirmScreen
 from grpo_tui.ui.screens.reading import ReadingScreen
 from grpo_tui.ui.widgets.lines import Lines
@@ -193,6 +193,17 @@ def test_the_error_of_an_evaluation_is_not_smoothed_since_its_mean_is_not() -> N
     assert [row.text for row in plain] == [row.text for row in smooth]
     assert any("⠁" <= sign <= "⣿" for row in plain for sign in row.text)
     assert {span.style for row in plain for span in row.spans} == {".share-0"}  # the line, too, has its curve's colour
+
+
+@pytest.mark.parametrize(("note", "is_whole"), [("", True), ("out of memory " * 9, False)])
+def test_what_a_selected_run_came_to_is_folded_into_rows_that_are_left(note: str, is_whole: bool) -> None:
+    services = " ".join(f"{name} stopped," for name in ("api", "vllm", "env", "reference", "trainer"))
+    runs = (run("long", services=services, note=note),)
+    board = after(Board(), view.RunsRead(runs=runs, sweeps=(), now=NOW))
+    rows = [row.plain for row in AboutRow().lines(board, 50, ABOUT_ROWS + 1)]
+    assert (services in " ".join(rows)) is is_whole
+    assert rows[1].endswith("…") is not is_whole
+    assert len(rows) <= ABOUT_ROWS + 1
 
 
 def test_a_sparkline_has_no_holes_between_the_places_that_were_read() -> None:

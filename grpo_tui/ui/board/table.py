@@ -307,9 +307,9 @@ class AboutRow(Lines[Board]):
         if row.sweep is not None:
             folder = row.sweep.folder
             facts = [f"sweep of {count_text(row.sweep.num_points or 0, 'point')}", str(folder)]
-            told = [rule(width, row.sweep.name, "enter: its curves"), line((" · ".join(facts), ".muted"))]
             hint = "" if row.is_live else f"grpo-tui sweep status {row.sweep.name} · grpo-tui sweep resume …"
-            return [*told, line((hint, ".faint"))]
+            told = [rule(width, row.sweep.name, "enter: its curves")]
+            return [*told, *_folded(" · ".join(facts), width, height - 2), line((hint, ".faint"))]
         run = row.runs[0]
         began = "" if run.started_at is None else f"began {time.strftime(CLOCK, time.localtime(run.started_at))}"
         lasted = ""
@@ -317,18 +317,25 @@ class AboutRow(Lines[Board]):
             until = run.ended_at or state.now
             lasted = f"{'up' if run.is_live else 'lasted'} {age_text(max(0.0, until - run.started_at))}"
         facts = [part for part in (run.label, run.profile, began, lasted, run.services) if part]
-        told = [rule(width, run.name, str(run.folder.parent) if width >= 100 else "")]
-        told.append(line((" · ".join(facts), ".muted")).truncate(width, ellipsis=True))
+        title = rule(width, run.name, str(run.folder.parent) if width >= 100 else "")
         words: list[Styled] = [(f"✗ {run.note}", ".error")] if run.note else []
         words += [
             (f"{SEVERITY_GLYPHS[warning.severity]} {warning.text}", SEVERITY_STYLES[warning.severity])
             for warning in sorted(run.warnings, key=lambda warning: GRAVITY[warning.severity])
         ]
-        for text, style in words:
-            told += [line((part, style)) for part in wrapped(text.partition("\n")[0], width)]
+        messages = [line((part, style)) for text, style in words for part in wrapped(text.partition("\n")[0], width)]
+        told = [title, *_folded(" · ".join(facts), width, height - 1 - len(messages)), *messages]
         if len(told) > height:
             told = [*told[: height - 1], line(("… w: all of it", ".muted"))]
         return told
+
+
+def _folded(text: str, width: int, num_rows: int) -> list[Content]:
+    """Words in as many rows as there are, at least one; the last one is cut."""
+    rows = wrapped(text, width)
+    whole = max(1, num_rows) - 1
+    parts = [*rows[:whole], " ".join(rows[whole:])]
+    return [line((part, ".muted")).truncate(width, ellipsis=True) for part in parts if part]
 
 
 class AnswerLine(Lines[Board]):
