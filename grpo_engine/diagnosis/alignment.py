@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_engine.diagnosis.alignment_rules import ALIGNMENT_RULES, EQUAL
-from grpo_engine.diagnosis.evidence import MIN_TOKENS, Evidence
+from grpo_engine.diagnosis.evidence import MIN_TOKENS, Evidence, noise_band
 from grpo_engine.diagnosis.finding import Certainty, Finding
 from grpo_engine.diagnosis.text import count_text, number_text
 
@@ -103,6 +103,7 @@ def _healthy(known: Evidence) -> Finding:
         and len(numbers.by_age) > 1
         and fresh.abs_mean <= 0.3 * size
     )
+    noise = noise_band(known.settings.dtypes) if known.settings.dtypes else known.band
     is_plain = is_explained_by_age or size < known.band.normal
     if is_explained_by_age:
         assert fresh is not None
@@ -113,10 +114,10 @@ def _healthy(known: Evidence) -> Finding:
         )
     elif size < EQUAL:
         evidence = f"log-probs are equal to the last digits: mean difference {number_text(size)} per token"
-    elif size < known.band.normal and abs(numbers.all.mean) <= 0.5 * size:
+    elif size < noise.normal and abs(numbers.all.mean) <= 0.5 * size:
         evidence = (
             f"mean difference {number_text(size)} per token, as often above as below 0 (mean {numbers.all.mean:+.4f}): "
-            "the noise of bf16 and different kernels, which is harmless"
+            f"the noise of {noise.dtype} and different kernels, which is harmless"
         )
     else:
         evidence = (

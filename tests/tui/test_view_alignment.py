@@ -175,7 +175,9 @@ SURE, LIKELY, POSSIBLE = Certainty.SURE, Certainty.LIKELY, Certainty.POSSIBLE
     ("groups", "known", "cause", "certainty", "words"),
     [
         ([healthy_group(noise=1e-6)], {}, "healthy", SURE, ["equal to the last digits"]),
-        ([healthy_group(noise=0.02)], {}, "healthy", SURE, ["bf16"]),
+        ([healthy_group(noise=0.02)], {}, "healthy", SURE, ["the noise of bfloat16"]),
+        ([healthy_group(noise=0.0005)], {"dtypes": ("float32",)}, "healthy", SURE, ["the noise of float32"]),
+        ([healthy_group(noise=0.02)], {"dtypes": ("float32",)}, "healthy", SURE, ["healthy: < 0.1"]),
         (OLDER_ALONE, {"version": 6, "began": 1e-6}, "healthy", SURE, ["age"]),
         ([scaled(0.7)], AT_07, "temperature", SURE, ["0.70 times", "--temperature 1", "--logprobs-mode raw"]),
         ([scaled(1.4)], AT_07, "temperature", SURE, ["1.40 times", "--temperature 1", "--logprobs-mode raw"]),
