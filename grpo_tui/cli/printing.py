@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+MAX_CELL = 1000
+"""Characters: each row is as wide as the widest cell of each column."""
+
 
 def write_line(text: object, *, to_stderr: bool = False, flush: bool = False) -> None:
     """Print text to stdout, which is data, or to stderr, which is messages; without control characters."""
@@ -34,8 +37,12 @@ def write_bytes(content: bytes) -> None:
 
 def table(lines: Sequence[Sequence[str]]) -> str:
     """Left-aligned columns, without the import time of a library."""
-    rows = [[one_line(cell) for cell in line] for line in lines]
+    rows = [[_cell(text) for text in line] for line in lines]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def _cell(text: str) -> str:
+    return one_line(text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 1]}…")

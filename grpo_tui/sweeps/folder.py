@@ -21,14 +21,14 @@ from typing import Any
 
 from grpo_engine.config import RawTable, did_you_mean, parsed_table, read_table, validated
 from grpo_engine.errors import ConfigError, GrpoError, PeerError
-from grpo_engine.wire.codec import write_atomically, write_json_atomically
+from grpo_engine.wire.codec import MAX_FILE_MARKS, num_marks, write_atomically, write_json_atomically
 from grpo_engine.wire.run_folder import PLAN_FILE, SWEEP_FILE, SWEEPS
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, ServiceState
 from grpo_engine.wire.sweeps import SweepMark
 from grpo_tui.client.local import NoSuchRun, StartRefused, look_at, stored_status
 from grpo_tui.paths import LOGS, checked_name, is_name, require_own
 from grpo_tui.profile.loading import find
-from grpo_tui.run_files.whole_file import read_whole
+from grpo_tui.run_files.whole_file import MAX_BYTES, read_whole
 from grpo_tui.sweeps.asked import Asked, placements, points, profile_at
 from grpo_tui.sweeps.chooser import require_optuna
 from grpo_tui.sweeps.files import ASKED_FILE, SWEEP_LOCK_FILE, holder_of, read_mark
@@ -42,6 +42,8 @@ PRUNED_FILE = "pruned.json"
 """Points that were given up before they had a run, with the reason."""
 CHOSEN_FILE = "chosen.json"
 """The combinations of settings that Optuna has chosen so far."""
+MAX_ASKED_BYTES = 4 << 20
+"""Of `sweep.toml`: each value of a setting is compared with all others."""
 MAX_DIGITS = 9
 """Of the number of a point."""
 SWEEP_LOG = "sweep.log"
@@ -128,12 +130,14 @@ def begin(asked: Asked, name: str | None, logs: Path = LOGS) -> Sweep:
     checked_name(name, option="--name")
     folder = logs.resolve() / SWEEPS / name
     asked = asked.model_copy(update={"profile": str(path), "id": secrets.token_hex(8)})
+    if len(content := asked.to_toml().encode()) > MAX_ASKED_BYTES:
+        raise ConfigError(f"the settings of sweep {name} have more than {MAX_ASKED_BYTES:,} bytes: shorten the longest")
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{name}.{os.getpid()}.tmp")
     try:
         beside.mkdir(mode=0o700)
         write_atomically(beside / PROFILE_FILE, path.read_bytes(), mode=0o600)
-        write_atomically(beside / ASKED_FILE, asked.to_toml().encode(), mode=0o600)
+        write_atomically(beside / ASKED_FILE, content, mode=0o600)
         beside.rename(folder)  # whole or not at all; refused where a folder with files has the name
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
@@ -173,7 +177,7 @@ def find_sweep(name: str | None, logs: Path = LOGS, *, to_run: bool = False) -> 
     folder = (logs / SWEEPS).resolve() / matching[0]
     if to_run:
         require_own(folder, reader="grpo-tui sweep status")
-    asked = validated(Asked, _read(folder / ASKED_FILE), where=str(folder / ASKED_FILE))
+    asked = validated(Asked, _read(folder / ASKED_FILE, max_bytes=MAX_ASKED_BYTES), where=str(folder / ASKED_FILE))
     path, table = Path(asked.profile), _read(folder / PROFILE_FILE)
     found = points(asked, table, path, _read_chosen(folder, asked), is_begun=True)
     return Sweep(folder=folder, asked=asked, profile_path=path, table=table, points=found)
@@ -190,16 +194,19 @@ def _read_chosen(folder: Path, asked: Asked) -> list[dict[str, Any]]:
     return chosen
 
 
-def _read(path: Path) -> RawTable:
+def _read(path: Path, *, max_bytes: int = MAX_BYTES) -> RawTable:
     """A file of a sweep: a regular one of bounded length, whoever made the folder.
 
     Raises:
         ConfigError: it cannot be read, or is malformed.
     """
     try:
-        return parsed_table(read_whole(path), path)
+        content = read_whole(path, max_bytes=max_bytes)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if num_marks(content) > MAX_FILE_MARKS:
+        raise ConfigError(f"{path}: cannot be read: more than {MAX_FILE_MARKS:,} brackets, braces and quotes")
+    return parsed_table(content, path)
 
 
 def with_chosen(sweep: Sweep, chosen: Sequence[Mapping[str, Any]]) -> Sweep:

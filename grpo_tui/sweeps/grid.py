@@ -19,6 +19,8 @@ from grpo_engine.wire.secrets import masked_settings
 
 MAX_POINTS = 10_000
 """A larger grid is a mistake, or asks for `--random`."""
+MAX_TEXT = 32 << 20
+"""Characters of the settings of all points: each has all of them, so that one long value takes its length each time."""
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -132,13 +134,23 @@ def points_at(
     num_seeds: int | None = None,
     seed_keys: Sequence[str] = (),
 ) -> list[Point]:
-    """The points of some combinations of settings, which have numbers; `varied` are the keys that differ."""
+    """The points of some combinations of settings, which have numbers; `varied` are the keys that differ.
+
+    Raises:
+        ConfigError: their settings have more than `MAX_TEXT` characters in all.
+    """
     seeds: Sequence[int | None] = [None] if num_seeds is None else range(num_seeds)
     points: list[Point] = []
+    num_chars = 0
     for number, combination in combinations:
         for seed in seeds:
             seeded = {} if seed is None else dict.fromkeys(seed_keys, seed)
             overrides = tuple(f"{key}={to_toml(value)}" for key, value in {**combination, **seeded}.items())
+            num_chars += sum(map(len, overrides))
+            if num_chars > MAX_TEXT:
+                raise ConfigError(
+                    f"the settings of all points have more than {MAX_TEXT:,} characters: shorten the longest"
+                )
             shown = {key: combination[key] for key in varied}
             points.append(
                 Point(number=len(points) + 1, settings=shown, seed=seed, combination=number, overrides=overrides)

@@ -168,6 +168,23 @@ def test_a_sweep_of_thousands_of_points_is_read_without_loading_the_profile_for_
     assert len(loads) == 1
 
 
+def test_a_long_value_of_a_sweep_takes_its_length_once_and_not_for_each_point(
+    sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """400 kB among 10,000 points took `sweep status` more than 8 GB: each row was as wide as the widest."""
+    values = ", ".join(f'"{number}"' for number in range(300))
+    head = f'profile = "{sweep.profile_path}"\n[settings]\n"services.t.env.V" = [{values}, '
+    (sweep.folder / "sweep.toml").write_text(f'{head}"{"w" * 400_000}"]\n')
+    status_command("s")
+    assert len(capsys.readouterr().out) < 400_000
+    (sweep.folder / "sweep.toml").write_text(f'{head}"w"]\n"services.t.env.W" = ["{"w" * 400_000}"]\n')
+    with pytest.raises(ConfigError, match="settings of all points have more than"):  # was 400 kB for each of them
+        find_sweep("s")
+    (sweep.folder / "sweep.toml").write_text(head + " " * (4 << 20) + '"w"]\n')
+    with pytest.raises(ConfigError, match=r"sweep.toml: cannot be read: longer than"):
+        find_sweep("s")
+
+
 @pytest.mark.parametrize("name", ["sweep.toml", "profile.toml", "pruned.json", "chosen.json"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 def test_a_pipe_or_device_among_the_files_of_a_sweep_hangs_no_reader(sweep: Sweep, name: str, kind: str) -> None:
