@@ -233,12 +233,17 @@ def holding(sweep: Sweep) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid = holder(sweep)
+            pid, mode = holder(sweep), os.fstat(descriptor).st_mode & 0o777
+            if pid is None and mode & 0o077:  # unpacked so: a sweep makes it with 0600
+                raise GrpoError(
+                    f"{path} has mode {mode:04o}, and a process of another user may hold it: remove it"
+                ) from None
             who = "by a process that is not visible here" if pid is None else f"(pid {pid})"
             raise StartRefused(
                 f"sweep {sweep.name} is running {who}: `grpo-tui sweep status {sweep.name}` shows it, "
                 f"`grpo-tui sweep stop {sweep.name}` ends it"
             ) from None
+        os.fchmod(descriptor, 0o600)
         yield
     finally:
         os.close(descriptor)

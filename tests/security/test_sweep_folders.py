@@ -151,6 +151,19 @@ def test_a_run_that_names_an_impossible_sweep_is_of_none(tmp_path: Path, name: s
     assert read_mark(tmp_path) is None
 
 
+def test_a_lock_of_a_sweep_that_another_user_may_hold_is_named(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was unpacked with mode 0644: `sweep resume` and `sweep stop` said that `sweep stop` would end who holds it."""
+    path = sweep.folder / SWEEP_LOCK_FILE
+    descriptor = locked(path)
+    path.chmod(0o644)
+    monkeypatch.setattr("grpo_tui.sweeps.folder.holder_of", lambda folder: None)  # as of a process of another user
+    with pytest.raises(GrpoError, match=r"sweep.lock has mode 0644, and a process of another user may hold it: remove"):
+        resume_command("s")
+    os.close(descriptor)
+    with holding(sweep):
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_sweep_of_thousands_of_points_is_read_without_loading_the_profile_for_each(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
