@@ -171,6 +171,7 @@ class Environments:
             policy_version=request.oldest_version,
             spread=self._random.random(),
         )
+        self._state.evict()
         environment.num_unposted -= 1
         self._on_post(placed.group.id, request)
         self._ask(environment)

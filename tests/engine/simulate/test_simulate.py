@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_engine.errors import ConfigError
+from grpo_engine.rollouts.state.buffering import Buffering
 from grpo_engine.simulate.clock import Clock
 from grpo_engine.simulate.figures import Batching, Figures, Lengths, ServerSpeed, TrainerSpeed
 from grpo_engine.simulate.layout import Layout
@@ -69,6 +70,13 @@ def test_what_is_sampled_ahead_is_as_old_as_the_bound_where_training_is_slower()
     for bound in (0, 1, 2, 4):
         steps = simulate(replace(LAYOUT, max_staleness=bound, num_warmup=12), given)
         assert {step.staleness_max for step in steps} == {bound}
+
+
+def test_a_full_window_drops_what_is_oldest() -> None:
+    layout = replace(LAYOUT, max_staleness=None, max_batches_offpolicy=8)
+    given = figures(sample_s=1, train_s=4)
+    window = Buffering(kind="window", max_sequences=4)
+    assert run(replace(layout, buffering=window), given).stalest <= 2 < run(layout, given).stalest
 
 
 def test_two_servers_sample_twice_as_fast_and_two_ranks_train_twice_as_fast() -> None:
