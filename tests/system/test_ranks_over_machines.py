@@ -74,7 +74,7 @@ def test_a_killed_rank_and_a_lost_machine_start_all_ranks_again_and_training_goe
         return place.service("trainer")
 
     def trains_on(attempt: int) -> None:
-        until(lambda: (now := trainer()).attempt == attempt and now.state is ServiceState.READY)
+        until(lambda: (now := trainer()).attempt >= attempt and now.state is ServiceState.READY)
         before = len(steps(folder))
         until(lambda: len(steps(folder)) > before)
 
@@ -96,7 +96,7 @@ def test_a_killed_rank_and_a_lost_machine_start_all_ranks_again_and_training_goe
 
     (raylet,) = processes(place, "machine-2,1")
     os.kill(raylet.pid, signal.SIGKILL)
-    until(lambda: trainer().attempt == 3)
+    until(lambda: trainer().attempt >= 3)  # one more, where it started again before the machine was given up
     until(lambda: "machine-2 (127.0.0.1) is lost, and with it trainer" in place.log())
     trains_on(3)
     until(lambda: len(ranks(place)) == 2)
