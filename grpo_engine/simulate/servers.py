@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -132,6 +131,7 @@ class ContinuousServer(Server):
         """Go on once the keys and values of all that runs are computed again, under the new weights."""
         self.version = version
         cached = sum(ending.sequence.num_cached(ending.at_tokens - self._advanced) for ending in self._endings)
+        recompute_s = cached / self.speed.recomputed_per_s  # 0 where nothing is
         turn = self._turn
 
         def go_on() -> None:
@@ -139,8 +139,8 @@ class ContinuousServer(Server):
                 self._at = self.clock.now
                 super(ContinuousServer, self).resume(version)
 
-        if cached and math.isfinite(self.speed.recomputed_per_s):
-            self.clock.after(cached / self.speed.recomputed_per_s, go_on)
+        if recompute_s:
+            self.clock.after(recompute_s, go_on)
         else:
             go_on()
 

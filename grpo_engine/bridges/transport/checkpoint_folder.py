@@ -195,12 +195,9 @@ def choose_storage(
 
 def room_in(folder: Path) -> int:
     """Bytes that another checkpoint may take there; of shared memory, which is main memory, not all that is free."""
-    import psutil
-
-    free = shutil.disk_usage(folder).free
     if not folder.is_relative_to(SHARED_MEMORY):
-        return free
-    return int(_MOST_OF_SHARED_MEMORY * min(free, psutil.virtual_memory().available))
+        return shutil.disk_usage(folder).free
+    return int(_MOST_OF_SHARED_MEMORY * _free_memory(folder))
 
 
 def _remove_left(storages: Iterable[Path], *, spared: Path) -> None:
@@ -232,15 +229,20 @@ def _claim(storage: Path) -> int:
 
 def _has_room(storage: Path, num_bytes: int) -> bool:
     """Whether they fit in free memory, counting what an earlier trainer left in this folder as free."""
-    import psutil
-
     try:
-        free = min(shutil.disk_usage(storage.parent).free, psutil.virtual_memory().available)
+        free = _free_memory(storage.parent)
         stats = [path.stat() for path in storage.rglob("*.safetensors")]
     except OSError:
         return False
     left = sum({stat.st_ino: stat.st_size for stat in stats}.values())  # a file may be linked into several folders
     return num_bytes <= _MOST_OF_SHARED_MEMORY * (free + left)
+
+
+def _free_memory(folder: Path) -> int:
+    """Of a folder in shared memory, which is main memory too."""
+    import psutil
+
+    return min(shutil.disk_usage(folder).free, psutil.virtual_memory().available)
 
 
 def _count_tensors(folder: Path) -> int:

@@ -55,7 +55,7 @@ from grpo_engine.wire.inference import (
     WakeRequest,
     WokenRequest,
 )
-from grpo_engine.wire.server_speed import write_speeds
+from grpo_engine.wire.server_speed import ServerSpeeds, write_speeds
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -83,6 +83,7 @@ class VllmEngine:
         self._generations = Generations(config, instance)
         speeds = environment.get(SPEEDS_VARIABLE)
         self._speeds_file = Path(speeds) if speeds else None
+        self._written_speeds = ServerSpeeds()
         self._changing = asyncio.Lock()
         """Held while weights change or a pause begins or ends."""
         self._pause: Pause | None = None
@@ -129,8 +130,10 @@ class VllmEngine:
             self._watch.result()
 
     def _write_speeds(self) -> None:
-        if self._speeds_file is not None:
-            write_speeds(self._speeds_file, self._generations.meter.speeds())
+        """Only what is new: an idle server writes nothing, and one that starts leaves what the previous one wrote."""
+        if self._speeds_file is not None and (speeds := self._generations.meter.speeds()) != self._written_speeds:
+            write_speeds(self._speeds_file, speeds)
+            self._written_speeds = speeds
 
     async def close(self) -> None:
         self._is_closing.set()
