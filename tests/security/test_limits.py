@@ -40,10 +40,10 @@ from grpo_engine.rollouts import coordinator
 from grpo_engine.rollouts.http import app as rollout_routes
 from grpo_engine.rollouts.metrics import MAX_ENVIRONMENTS_NAMED, Counters
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.server.engine import Generation
+from grpo_engine.server.engine import Completion, Generation
 from grpo_engine.server.http.app import Service, create_app
 from grpo_engine.server.http.openai_routes import openai_routes
-from grpo_engine.server.http.requests import add_error_answers, read_path
+from grpo_engine.server.http.requests import AnswerMaker, add_error_answers, read_path
 from grpo_engine.server.prompts import PromptCodec, check_listed_prompts, check_num_completions, max_new_tokens
 from grpo_engine.server.torch import engine as torch_engine
 from grpo_engine.server.torch.engine import TorchEngine
@@ -536,6 +536,58 @@ class OneAtATime:
         await self.may_answer.wait()
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("completions", {"prompt": [1], "logprobs": 1}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 1}),
+    ],
+)
+async def test_others_are_answered_while_a_long_answer_to_a_request_without_the_token_is_made(
+    path: str, asked: dict[str, Any]
+) -> None:
+    """With half a million log-probabilities one held the event loop for 7 s, and eight of them a run for a minute."""
+    engine = Texts()
+    config = ServerConfig(model_name="m", engine="torch")
+    ours = create_app(Service(engine=engine, config=config, instance="i", token="t"))  # type: ignore[arg-type]
+    async with client_of(ours) as client:
+        answering = asyncio.create_task(client.post(f"/v1/{path}", json=asked))
+        await until(lambda: bool(engine.asked_for))
+        assert (await client.get("/v1/models")).status_code == 200
+        engine.may_decode.set()
+        assert (await answering).status_code == 200
+        assert engine.asked_for == [[7], [8]]  # each token once
+
+
+class Texts:
+    """An engine that answers with a few tokens at once, and whose texts of tokens wait until they are let."""
+
+    logprobs_mode = "raw"
+
+    def __init__(self) -> None:
+        self.asked_for: list[list[int]] = []
+        self.may_decode = threading.Event()
+
+    async def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return [0]
+
+    async def generate(self, prompt_token_ids: list[int], params: GenerateRequest) -> Generation:
+        made = Completion(
+            token_ids=[7, 7],
+            logprobs=[-1.0, -1.0],
+            top_logprobs=[[(8, -2.0)], [(8, -2.0)]],
+            finish_reason="length",
+            policy_versions=[0, 0],
+            text="",
+        )
+        return Generation(prompt_token_ids=[0], prompt_logprobs=None, completions=[made])
+
+    def decode(self, token_ids: list[int]) -> str:
+        self.asked_for.append(token_ids)
+        assert self.may_decode.wait(30)
+        return "a"
+
+
 def test_a_list_of_prompts_counts_with_their_completions_and_a_prompt_of_tokens_is_one() -> None:
     for body in (
         {"prompt": "a", "n": 4096},
@@ -560,7 +612,7 @@ def test_a_list_of_prompts_counts_with_their_completions_and_a_prompt_of_tokens_
 async def test_both_engines_refuse_a_long_list_of_prompts_with_400() -> None:
     ours, vllms = FastAPI(), FastAPI()
     add_error_answers(ours)
-    ours.include_router(openai_routes(None, ServerConfig(model_name="m")), prefix="/v1")  # type: ignore[arg-type]
+    ours.include_router(openai_routes(None, ServerConfig(model_name="m"), AnswerMaker()), prefix="/v1")  # type: ignore[arg-type]
     vllms.router.routes.append(Route("/v1/completions", length, methods=["POST"]))
     for app_of_engine in (ours, StockApp(vllms)):
         async with client_of(app_of_engine) as client:

@@ -29,7 +29,7 @@ from grpo_engine.rollouts.http import app as _rollout_routes  # noqa: F401 (all 
 from grpo_engine.rollouts.http import bodies as rollout_bodies
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.http.openai_routes import openai_routes
-from grpo_engine.server.http.requests import add_error_answers, read_body
+from grpo_engine.server.http.requests import AnswerMaker, add_error_answers, read_body
 from grpo_engine.server.vllm.stock import StockApp, fail_fast_on_bodies
 from grpo_engine.serving.access import AccessControl
 from grpo_engine.serving.bodies import BodyLimits
@@ -108,7 +108,7 @@ def test_a_key_or_text_of_any_length_is_shown_by_its_beginning() -> None:
 def inference_routes() -> FastAPI:
     app = FastAPI()
     add_error_answers(app)
-    app.include_router(openai_routes(None, ServerConfig(model_name="m")), prefix="/v1")  # type: ignore[arg-type]
+    app.include_router(openai_routes(None, ServerConfig(model_name="m"), AnswerMaker()), prefix="/v1")  # type: ignore[arg-type]
 
     @app.post("/generate")
     async def generate(request: Request) -> str:

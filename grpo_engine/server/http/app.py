@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
@@ -24,6 +25,7 @@ from grpo_engine.server.http.requests import (
     MAX_BODY_BYTES,
     MAX_BODY_BYTES_WITHOUT_TOKEN,
     MAX_BODY_MARKS,
+    AnswerMaker,
     RefuseDuringShutdown,
     add_error_answers,
     only_owner,
@@ -77,7 +79,7 @@ def create_app(service: Service) -> FastAPI:
         needs_token=lambda path: path.startswith(("/bridge/", "/lora/")),
         allowed_origins=lambda: _allowed_origins(service.config),
     )
-    engine = service.engine
+    engine, answers = service.engine, AnswerMaker()
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
@@ -91,14 +93,15 @@ def create_app(service: Service) -> FastAPI:
         else:
             prompt = text_or_tokens.prompt_token_ids
         generation = await unless_disconnected(request, engine.generate(prompt, params))
-        content = generate_answer(
+        make = partial(
+            generate_answer,
             generation,
             params,
             prompt_text=text_or_tokens if isinstance(text_or_tokens, str) else engine.decode(prompt),
             logprobs_mode=engine.logprobs_mode,
             version=engine.info().policy_version,
         )
-        return Response(content, media_type="application/json")
+        return await answers.answer(make)
 
     @app.get("/health")
     async def health() -> Response:
@@ -135,7 +138,7 @@ def create_app(service: Service) -> FastAPI:
     if service.config.engine == "vllm":
         _serve_stock_routes(app, engine)
     else:
-        app.include_router(openai_routes(engine, service.config), prefix="/v1")
+        app.include_router(openai_routes(engine, service.config, answers), prefix="/v1")
 
     @app.get("/bridge/list_endpoints", dependencies=owner)
     async def list_endpoints() -> JSONResponse:

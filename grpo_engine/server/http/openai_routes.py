@@ -5,17 +5,19 @@ Without streaming, tools and images. Answers have the policy version beside the 
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import Response
 from pydantic import ConfigDict, Field, ValidationError
 
 from grpo_engine.errors import DataError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Completion, Engine, Generation
-from grpo_engine.server.http.requests import read_body, unless_disconnected
+from grpo_engine.server.http.requests import AnswerMaker, read_body, unless_disconnected
 from grpo_engine.server.prompts import check_num_completions
 from grpo_engine.wire.codec import Message, first_fault
 from grpo_engine.wire.inference import (
@@ -94,9 +96,22 @@ class ChatRequest(SamplingFields):
     top_logprobs: int = Field(0, ge=0)
 
 
-def openai_routes(engine: Engine, config: ServerConfig) -> APIRouter:
+class TokenTexts(dict[int, str]):
+    """Texts of single tokens, each decoded once: an answer may have half a million, and each takes microseconds."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def __missing__(self, token: int) -> str:
+        text = self[token] = self._engine.decode([token])
+        return text
+
+
+def openai_routes(engine: Engine, config: ServerConfig, answers: AnswerMaker) -> APIRouter:
     """The routes below `/v1`."""
     router = APIRouter()
+    texts = TokenTexts(engine)
     model_name = config.served_model_name or config.model_name
     started_at = int(time.time())
 
@@ -112,33 +127,37 @@ def openai_routes(engine: Engine, config: ServerConfig) -> APIRouter:
         return {"object": "list", "data": [entry | {"max_model_len": config.max_model_len}]}
 
     @router.post("/completions")
-    async def completions(request: Request) -> dict[str, Any]:
+    async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionRequest)
         _refuse_streaming(body)
         if body.echo:
             raise DataError("echo: not supported; request prompt_logprobs from /generate")
         params = body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs)
-        choices: list[dict[str, Any]] = []
-        generations: list[Generation] = []
-        for prompt in await _prompts(body, engine):
-            generation = await unless_disconnected(request, engine.generate(prompt, params))
-            generations.append(generation)
-            for completion in generation.completions:
-                choices.append(
-                    {
-                        "index": len(choices),
-                        "text": completion.text,
-                        "finish_reason": completion.finish_reason,
-                        "logprobs": None if body.logprobs is None else _completion_logprobs(completion, engine),
-                        "token_ids": completion.token_ids,
-                        "prompt_token_ids": generation.prompt_token_ids,
-                        "policy_versions": completion.policy_versions,
-                    }
-                )
-        return _answer("cmpl", "text_completion", model_name, choices, generations, engine)
+        generations = [
+            await unless_disconnected(request, engine.generate(prompt, params))
+            for prompt in await _prompts(body, engine)
+        ]
+
+        def make() -> bytes:
+            made = ((generation, each) for generation in generations for each in generation.completions)
+            choices = [
+                {
+                    "index": index,
+                    "text": completion.text,
+                    "finish_reason": completion.finish_reason,
+                    "logprobs": None if body.logprobs is None else _completion_logprobs(completion, texts),
+                    "token_ids": completion.token_ids,
+                    "prompt_token_ids": generation.prompt_token_ids,
+                    "policy_versions": completion.policy_versions,
+                }
+                for index, (generation, completion) in enumerate(made)
+            ]
+            return _json(_answer("cmpl", "text_completion", model_name, choices, generations, engine))
+
+        return await answers.answer(make)
 
     @router.post("/chat/completions")
-    async def chat_completions(request: Request) -> dict[str, Any]:
+    async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatRequest)
         _refuse_streaming(body)
         prompt = await engine.render_chat([{"role": m.role, "content": m.content} for m in body.messages])
@@ -147,19 +166,23 @@ def openai_routes(engine: Engine, config: ServerConfig) -> APIRouter:
             logprobs=body.top_logprobs if body.logprobs else None,
         )
         generation = await unless_disconnected(request, engine.generate(prompt, params))
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": completion.text},
-                "finish_reason": completion.finish_reason,
-                "logprobs": {"content": _chat_logprobs(completion, engine)} if body.logprobs else None,
-                "token_ids": completion.token_ids,
-                "policy_versions": completion.policy_versions,
-            }
-            for index, completion in enumerate(generation.completions)
-        ]
-        answer = _answer("chatcmpl", "chat.completion", model_name, choices, [generation], engine)
-        return answer | {"prompt_token_ids": prompt}
+
+        def make() -> bytes:
+            choices = [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": completion.text},
+                    "finish_reason": completion.finish_reason,
+                    "logprobs": {"content": _chat_logprobs(completion, texts)} if body.logprobs else None,
+                    "token_ids": completion.token_ids,
+                    "policy_versions": completion.policy_versions,
+                }
+                for index, completion in enumerate(generation.completions)
+            ]
+            answer = _answer("chatcmpl", "chat.completion", model_name, choices, [generation], engine)
+            return _json(answer | {"prompt_token_ids": prompt})
+
+        return await answers.answer(make)
 
     return router
 
@@ -181,6 +204,10 @@ def _answer(
     }
 
 
+def _json(answer: dict[str, Any]) -> bytes:
+    return json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
 async def _prompts(body: CompletionRequest, engine: Engine) -> list[list[int]]:
     prompt = body.prompt
     if isinstance(prompt, str):
@@ -196,8 +223,8 @@ def _refuse_streaming(body: SamplingFields) -> None:
         raise HTTPException(400, "stream: streaming is not supported here; leave it out")
 
 
-def _completion_logprobs(completion: Completion, engine: Engine) -> dict[str, Any]:
-    tokens = [engine.decode([token]) for token in completion.token_ids]
+def _completion_logprobs(completion: Completion, texts: TokenTexts) -> dict[str, Any]:
+    tokens = [texts[token] for token in completion.token_ids]
     offsets, at = [], 0
     for token in tokens:
         offsets.append(at)
@@ -206,19 +233,19 @@ def _completion_logprobs(completion: Completion, engine: Engine) -> dict[str, An
     return {
         "tokens": tokens,
         "token_logprobs": completion.logprobs,
-        "top_logprobs": None if tops is None else [{engine.decode([i]): v for i, v in top} for top in tops],
+        "top_logprobs": None if tops is None else [{texts[i]: v for i, v in top} for top in tops],
         "text_offset": offsets,
     }
 
 
-def _chat_logprobs(completion: Completion, engine: Engine) -> list[dict[str, Any]]:
+def _chat_logprobs(completion: Completion, texts: TokenTexts) -> list[dict[str, Any]]:
     tops = completion.top_logprobs or [[] for _ in completion.token_ids]
     return [
-        _token_entry(token, value, engine) | {"top_logprobs": [_token_entry(i, v, engine) for i, v in top]}
+        _token_entry(token, value, texts) | {"top_logprobs": [_token_entry(i, v, texts) for i, v in top]}
         for token, value, top in zip(completion.token_ids, completion.logprobs, tops, strict=True)
     ]
 
 
-def _token_entry(token: int, value: float, engine: Engine) -> dict[str, Any]:
-    text = engine.decode([token])
+def _token_entry(token: int, value: float, texts: TokenTexts) -> dict[str, Any]:
+    text = texts[token]
     return {"token": text, "logprob": value, "bytes": list(text.encode())}

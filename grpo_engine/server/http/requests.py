@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import pydantic_core
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -23,6 +23,7 @@ from grpo_engine.serving.access import (
     TOKEN_HEADERS,
     TOKEN_REQUIRED,
     Token,
+    caller,
     is_loopback,
     is_name_of_this_machine,
     token_of,
@@ -165,6 +166,26 @@ def read_path(text: str) -> Path:
         shown = shown.encode(errors="replace").decode()  # half a character cannot be in an answer
         raise DataError(f"{shown}: {why}: send the path of a folder that this server can read") from None
     return path
+
+
+class AnswerMaker:
+    """Makes the bodies of answers that may be long.
+
+    Those to requests without the token, where the server has one, are made in another thread, one at a time: half a
+    million log-probabilities take seconds, during which the event loop would serve nobody.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def answer(self, make: Callable[[], bytes]) -> Response:
+        """The answer whose body, of JSON, is made so."""
+        if caller().token is Token.WRONG:
+            async with self._turn:
+                content = await asyncio.to_thread(make)
+        else:
+            content = make()
+        return Response(content, media_type="application/json")
 
 
 class RefuseDuringShutdown:
