@@ -121,6 +121,7 @@ def _environment(place: Place, *, is_private: bool) -> dict[str, str]:
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
         "RAY_kill_child_processes_on_worker_exit": "0",  # an agent outlives its actor
+        "GRPC_VERBOSITY": "NONE",  # else Ray's logs get a line for each refused handshake, whoever sent it
     }
     if is_private:
         own |= {

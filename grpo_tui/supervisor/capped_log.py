@@ -46,8 +46,8 @@ class LogCapper:
     """Keeps logs below their limits; `run` is a task of the supervisor."""
 
     def __init__(self, limits: Mapping[Path, int]) -> None:
-        """Watch these files, which need not exist yet; limits in bytes."""
-        self._limits = dict(limits)
+        """Watch these files, which need not exist yet, and those that are added to them; limits in bytes."""
+        self._limits = limits
         self._sizes: dict[Path, int] = {}
         self._checked_at_s = time.monotonic()
         self._growth: dict[Path, float] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import threading
@@ -21,6 +22,7 @@ from grpo_engine.environments.items.source import ItemSource
 from grpo_engine.errors import CheckpointError, ConfigError, GrpoError
 from grpo_engine.train.recording.line_file import LineFile
 from grpo_engine.wire.metrics import MetricsLine
+from grpo_engine.wire.run_folder import service_log
 from grpo_engine.wire.supervisor import RunState
 from grpo_tui.client.lives import copy_checkpoint, copy_item_state
 from grpo_tui.client.local import StartRefused
@@ -32,6 +34,8 @@ from grpo_tui.services.base import ConsoleMetric, Probe
 from grpo_tui.supervisor import probes
 from grpo_tui.supervisor.core import Supervisor
 from grpo_tui.supervisor.daemon import started_threads
+from grpo_tui.supervisor.keeper.client import ExitReport
+from grpo_tui.supervisor.placement import agent, wire
 from grpo_tui.supervisor.probes import LogSearch, Prober
 from grpo_tui.supervisor.progress import Progress
 from grpo_tui.supervisor.report import console_metrics
@@ -399,3 +403,24 @@ def test_thinning_a_file_of_records_writes_through_no_planted_link(tmp_path: Pat
 def _arithmetic(state: Path, curriculum: str | None = "rising") -> EnvironmentConfig:
     table = {"task": {"name": "arithmetic"}, "curriculum": curriculum, "model_name": "m", "state_file": str(state)}
     return validated(EnvironmentConfig, table, where="test")
+
+
+async def test_the_log_of_a_service_on_another_machine_is_capped_and_nothing_of_it_is_passed_on_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "CHECK_S", 0.01)
+    machine = agent.Agent(tmp_path / "run", tmp_path, None, node="left")
+    path, limit_bytes = service_log(tmp_path, "a"), 1_000_000
+    path.write_text("".join(f"{number}\n" for number in range(200_000)))
+    machine._attempts["a", 1] = agent.Attempt(keeper=None, log_offset=0, report=ExitReport(code=0, ended_at=0.0))
+    machine._limits[path] = limit_bytes
+    running = asyncio.create_task(machine.run())
+    await until(lambda: path.stat().st_size <= limit_bytes)
+    running.cancel()
+    got, has_exited = b"", False
+    while not has_exited:
+        asked = wire.Follow(service="a", attempt=1, num_copied=len(got), wait_s=0.0)
+        answer = wire.Followed.model_validate_json(await machine.answer(asked.model_dump_json().encode()))
+        got, has_exited = got + base64.b64decode(answer.data), answer.has_exited
+    numbers = got.decode().split()[1:]
+    assert numbers == [str(number) for number in range(int(numbers[0]), 200_000)]

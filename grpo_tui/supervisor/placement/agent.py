@@ -129,6 +129,7 @@ class Agent:
         """When each answer was sent that the broker has not confirmed."""
         self._is_ending = False
         self._limits: dict[Path, int] = {}
+        self._log_capper = LogCapper(self._limits)
         self._relay: Relay | None = None
         """Where the run uses machines of several addresses."""
         self._watches: set[asyncio.Task[None]] = set()
@@ -141,7 +142,7 @@ class Agent:
             while not self._is_ending and (reason := self._why_to_end()) is None:
                 await asyncio.sleep(CHECK_S)
                 await asyncio.to_thread(kill_adopted)
-                await asyncio.to_thread(LogCapper(self._limits).look)
+                await self._cap_logs()
             if not self._is_ending:
                 log.warning("%s: every service on this machine is ended", reason)
                 await self._end()
@@ -163,6 +164,11 @@ class Agent:
         if time.monotonic() - self._lease_from_s > LEASE_S:
             return f"the broker of the run has not asked for {LEASE_S:g} s"
         return None
+
+    async def _cap_logs(self) -> None:
+        self._log_capper.look()
+        for path in self._log_capper.too_long():
+            await asyncio.to_thread(self._log_capper.cap, path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request."""
@@ -281,7 +287,8 @@ class Agent:
         path, deadline = service_log(self._folder, request.service), time.monotonic() + request.wait_s
         while True:
             report = attempt.report
-            data = await asyncio.to_thread(_read, path, attempt.log_offset + request.num_copied)
+            data, offset = await asyncio.to_thread(_read, path, attempt.log_offset + request.num_copied)
+            attempt.log_offset = offset - request.num_copied  # what was dropped before it was asked for is passed over
             if data or report is not None or time.monotonic() >= deadline:
                 break
             await asyncio.sleep(LOOK_AT_LOG_S)
@@ -397,12 +404,14 @@ def free_port(address: str, but: Collection[int], *, range_file: Path = PORT_RAN
     return None
 
 
-def _read(path: Path, offset: int) -> bytes:
+def _read(path: Path, offset: int) -> tuple[bytes, int]:
+    """Bytes of a log, and the offset of the first: a later one where those from `offset` on were dropped."""
     try:
         with path.open("rb") as file:
-            return read_part(file.fileno(), offset, MAX_PART_BYTES, with_header=False).data
+            part = read_part(file.fileno(), offset, MAX_PART_BYTES, with_header=False)
     except FileNotFoundError:
-        return b""
+        return b"", offset
+    return part.data, part.offset
 
 
 def _is_ours(path: Path) -> bool:
