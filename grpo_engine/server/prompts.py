@@ -112,13 +112,15 @@ def check_num_logprobs(
         DataError: with its earlier prompts it asks for too many.
     """
     asking = caller()
-    asking.num_logprobs += n * max_tokens * (1 + (logprobs or 0))
+    cost = 1 if logprobs is None else asking.logprob_cost
+    asking.num_logprobs += cost * n * max_tokens * (1 + (logprobs or 0))
     if prompt_logprobs is not None:
         asking.num_logprobs += num_prompt * (1 + prompt_logprobs)
     if asking.token is Token.WRONG and asking.num_logprobs > MAX_LOGPROBS_WITHOUT_TOKEN:
         raise DataError(
-            f"n × max_tokens × (1 + logprobs): up to {asking.num_logprobs} log-probabilities; a request without the "
-            f"token of the run may have {MAX_LOGPROBS_WITHOUT_TOKEN}: set a smaller max_tokens, n or logprobs"
+            f"n × max_tokens × (1 + logprobs): up to {asking.num_logprobs // cost} log-probabilities; a request "
+            f"without the token of the run may have {MAX_LOGPROBS_WITHOUT_TOKEN // cost}: set a smaller max_tokens, "
+            "n or logprobs"
         )
 
 

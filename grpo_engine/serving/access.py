@@ -55,6 +55,8 @@ class Caller:
     token: Token = Token.NONE_SET
     num_logprobs: int = 0
     """Log-probabilities that it has asked for so far, in all of its prompts."""
+    logprob_cost: int = 1
+    """As how many each counts, by the time that an answer of this route takes for it."""
 
 
 _caller: ContextVar[Caller | None] = ContextVar("caller", default=None)

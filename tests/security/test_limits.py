@@ -47,7 +47,7 @@ from grpo_engine.server.http.requests import AnswerMaker, add_error_answers, rea
 from grpo_engine.server.prompts import PromptCodec, check_listed_prompts, check_num_completions, max_new_tokens
 from grpo_engine.server.torch import engine as torch_engine
 from grpo_engine.server.torch.engine import TorchEngine
-from grpo_engine.server.vllm.stock import StockApp
+from grpo_engine.server.vllm.stock import StockApp, add_our_errors
 from grpo_engine.serving import connections
 from grpo_engine.serving.access import AccessControl, Caller, Token, _caller
 from grpo_engine.serving.bodies import BodyLimits
@@ -412,6 +412,35 @@ async def test_the_prompts_of_a_list_share_the_log_probabilities_of_a_request_wi
     async with client_of(AccessControl(ours, host="127.0.0.1", token="t")) as client:
         for max_tokens, status in ((1 << 17, 200), (1 + (1 << 17), 400)):
             assert (await client.post("/v1/completions", json={"max_tokens": max_tokens})).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("path", "logprobs", "most"),
+    [
+        ("/v1/completions", 0, 1 << 19),
+        ("/v1/chat/completions", 0, 1 << 16),
+        ("/v1/responses", 0, 1 << 16),
+        ("/v1/chat/completions", None, 1 << 19),
+    ],
+)
+async def test_a_log_probability_counts_eightfold_where_vllm_makes_an_object_of_it(
+    path: str, logprobs: int | None, most: int
+) -> None:
+    """Half a million in one answer of a chat held the event loop for 7 s."""
+    stock = FastAPI()
+    add_our_errors(stock)
+
+    @stock.post(path)
+    async def answered(request: Request) -> str:
+        params = GenerateRequest(prompt="", logprobs=logprobs, max_tokens=(await request.json())["max_tokens"])
+        return str(max_new_tokens([1], params, max_model_len=10**6, vocabulary=100))
+
+    async with client_of(AccessControl(StockApp(stock), host="127.0.0.1", token="t")) as client:
+        assert (await client.post(path, json={"max_tokens": most})).status_code == 200
+        answer = await client.post(path, json={"max_tokens": most + 1})
+        assert (answer.status_code, f"the run may have {most}:" in answer.text) == (400, True)
+        owner = {"Authorization": "Bearer t"}
+        assert (await client.post(path, json={"max_tokens": most + 1}, headers=owner)).status_code == 200
 
 
 class Letters:
