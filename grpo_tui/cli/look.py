@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import compress
 from typing import Annotated
@@ -13,7 +14,7 @@ import typer
 
 from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.errors import PeerError
-from grpo_engine.wire.metrics import Band, is_evaluated_score
+from grpo_engine.wire.metrics import Band, MetricsLine, is_evaluated_score
 from grpo_engine.wire.supervisor import RunState, RunStatus, WaitsFor, how_to_go_on
 from grpo_tui.cli.arguments import JsonOption, RunArgument, note_unsupervised, run_to_read
 from grpo_tui.cli.printing import indented, one_line, table, write_line
@@ -203,11 +204,12 @@ def _band(band: Band) -> str:
 
 def _with_diagnosis(run: Run, status: RunStatus, settings: RunSettings) -> RunStatus:
     """Add a warning for each finding in the latest metrics and services."""
-    from grpo_engine.wire.run_folder import METRICS_FILE
-    from grpo_tui.run_files.metrics import MetricsTail
+    from grpo_tui.run_files.metrics import spread_lines
     from grpo_tui.view.diagnosis import diagnose
 
-    history = MetricsTail(run.folder / METRICS_FILE).read().lines
+    history: list[MetricsLine] = []
+    with suppress(OSError):
+        history = spread_lines(run.folder, num_places=64, bytes_a_place=8 * 1024, tail_bytes=1 << 20)
     known = {warning.id for warning in status.warnings}
     found = [warning for warning in diagnose(history, status, settings, now=time.time()) if warning.id not in known]
     return status.model_copy(update={"warnings": [*status.warnings, *found]})

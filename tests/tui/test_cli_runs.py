@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import typer
 from launches import keeper_state
+from screen_fakes import run_status
 
+from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.environment_variables import RUN_FOLDER_VARIABLE, RUN_VARIABLE
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus, SupervisorInfo
 from grpo_tui.cli.arguments import run_to_act_on, split
-from grpo_tui.cli.look import status_command
+from grpo_tui.cli.look import _with_diagnosis, status_command
 from grpo_tui.client.local import NoSuchRun, find_run, look_at, runs, stored_status
 from grpo_tui.keeper_process import read_stat
 from grpo_tui.supervisor.keeper.client import ProcessEntry
@@ -107,6 +111,16 @@ def test_the_status_of_a_run_that_failed_ends_with_the_command_that_goes_on(
     make_state(folder, state, service("trainer", ServiceState.FAILED))
     status_command("r")
     assert capsys.readouterr().out.endswith("\n`grpo-tui resume r` goes on with it\n") is is_said
+
+
+def test_the_status_of_a_long_run_is_judged_by_its_newest_steps(tmp_path: Path) -> None:
+    """Of a file of metrics above a megabyte only the beginning was read: `no step for 8m43s`, and old findings."""
+    folder, now = make_run(tmp_path, "r", 1.0), time.time()
+    ages = range(3000, 0, -1)
+    lines = [{"time": now - age, "step": 3000 - age, "policy_version": 1, "metrics": {"a" * 500: 1.0}} for age in ages]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = _with_diagnosis(look_at(folder), run_status(), RunSettings()).warnings
+    assert "no-step" not in {warning.id for warning in found}
 
 
 def test_a_run_that_lost_its_daemon_is_shown_as_its_keepers_are(tmp_path: Path) -> None:
