@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import errno
 import json
 import os
 import re
 import stat
 import tomllib
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -41,6 +42,10 @@ _OPEN = re.compile(r"/dev/stdin|(/dev|/proc/self)/fd/\d+")
 """Paths of descriptors that are open already."""
 MAX_DEPTH = 64
 """Of tables and lists in each other; settings have six."""
+MAX_FILE_BYTES = 4 * 1024 * 1024
+"""Of settings, which may be somebody else's work; those of a large run have some kB."""
+MAX_INTEGER_BITS = 1024
+"""No float holds more; Python refuses to write one of 4300 digits, as `0xfff…` may be."""
 MAX_YAML_VALUES = 100_000
 _KINDS = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
 """Of files, by their suffix; others are TOML."""
@@ -95,12 +100,25 @@ def read_table(path: Path) -> RawTable:
         ConfigError: the file is missing, unreadable or malformed; the message names the line.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode) and not _OPEN.fullmatch(str(path)):
-            raise ConfigError(f"{path}: cannot be read: not a regular file")
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     return parsed_table(content, path)
+
+
+def read_file(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """The content of a file of settings. A pipe is read only where it is open already.
+
+    Raises:
+        OSError: it is missing or cannot be read, is no regular file, or is longer than `max_bytes`.
+    """
+    if not stat.S_ISREG(path.stat().st_mode) and not _OPEN.fullmatch(str(path)):
+        raise OSError(errno.EINVAL, "not a regular file")
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"longer than {max_bytes:,} bytes")
+    return content
 
 
 def parsed_table(content: bytes, path: Path) -> RawTable:
@@ -124,7 +142,18 @@ def parsed_table(content: bytes, path: Path) -> RawTable:
         raise ConfigError(f"{path}: must hold a table, not {type(table).__name__}")
     if is_too_deep(table):
         raise ConfigError(f"{path}: not valid {kind}: nested too deep")
+    if any(isinstance(each, int) and each.bit_length() > MAX_INTEGER_BITS for each in _values_in(table)):
+        raise ConfigError(f"{path}: not valid {kind}: an integer of more than {MAX_INTEGER_BITS} bits")
     return table
+
+
+def _values_in(value: Any) -> Iterator[Any]:
+    """What is neither a table nor a list, at any depth."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _values_in(inner)
+    else:
+        yield value
 
 
 def is_too_deep(value: Any) -> bool:

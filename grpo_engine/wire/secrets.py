@@ -76,7 +76,8 @@ def masked_value(name: str, value: str) -> str:
 
 def masked_variables(variables: Mapping[str, str], secret: Iterable[str] = ()) -> dict[str, str]:
     """Environment variables as they may be shown; those named in `secret` are masked whatever their name."""
-    return {name: MASK if name in set(secret) else masked_value(name, value) for name, value in variables.items()}
+    hidden = frozenset(secret)
+    return {name: MASK if name in hidden else masked_value(name, value) for name, value in variables.items()}
 
 
 def masked_argv(argv: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ A kind is a `Service` with settings of its own and a `launch()`. Nothing here st
 
 from __future__ import annotations
 
+import io
 import re
 import signal
 from collections.abc import Mapping
@@ -15,11 +16,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from grpo_engine.config import Config, OfWorkingDirectory
+from grpo_engine.config import Config, OfWorkingDirectory, read_file
 from grpo_engine.errors import ConfigError
 from grpo_engine.python_command import module_command
 from grpo_engine.wire.run_folder import policy_folder
 
+MAX_ENV_FILE_BYTES = 1024 * 1024
+"""The kernel takes about twice as much for arguments and environment of a process together."""
 PORT = Annotated[int, Field(ge=1, le=65535)]
 FINAL_ERROR = 2
 """Exit code of `grpo-engine` for an error that a restart does not change."""
@@ -535,8 +538,8 @@ def read_env_file(path: Path, *, where: str) -> dict[str, str]:
     )  # imported here, since most profiles have no such file; this parser reports the bad line
 
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            bindings = list(parse_stream(file))
+        content = read_file(path, max_bytes=MAX_ENV_FILE_BYTES)
+        bindings = list(parse_stream(io.StringIO(content.decode("utf-8-sig"), newline=None)))
     except OSError as error:
         raise ConfigError(f"{where}: {path}: cannot be read: {error.strerror or error}; correct the path") from None
     except UnicodeDecodeError as error:

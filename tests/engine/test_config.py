@@ -340,6 +340,16 @@ def test_a_pipe_is_read_as_settings_only_where_it_is_open_already(tmp_path: Path
         os.close(out)
 
 
+def test_an_integer_that_python_refuses_to_write_and_a_file_without_end_are_no_settings(tmp_path: Path) -> None:
+    path = tmp_path / "t.toml"
+    path.write_text(f"a = [{{ b = 0x{'f' * 4000} }}]")
+    with pytest.raises(ConfigError, match=r"t\.toml: not valid TOML: an integer of more than 1024 bits"):
+        read_table(path)
+    os.truncate(path, 1 << 40)
+    with pytest.raises(ConfigError, match=r"t\.toml: cannot be read: longer than 4,194,304 bytes"):
+        read_table(path)
+
+
 def test_settings_nested_without_end_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text("[" * 100_000)

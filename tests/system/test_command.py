@@ -186,6 +186,15 @@ def test_an_env_file_that_cannot_be_read_is_an_error_without_its_content(
         planned_env(tmp_path, 'env_files = ["a.env"]')
 
 
+def test_a_pipe_or_a_file_without_end_in_place_of_an_env_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.env")  # held `plan` without end, and /dev/zero filled its memory
+    (tmp_path / "b.env").touch()
+    os.truncate(tmp_path / "b.env", 1 << 40)
+    for name, why in (("a.env", "not a regular file"), ("b.env", "longer than 1,048,576 bytes")):
+        with pytest.raises(ConfigError, match=rf"{name}: cannot be read: {why}; correct the path"):
+            planned_env(tmp_path, f'env_files = ["{name}"]')
+
+
 def test_a_byte_order_mark_and_carriage_returns_are_not_part_of_a_name_or_value(tmp_path: Path) -> None:
     (tmp_path / "a.env").write_bytes(b"\xef\xbb\xbfA=1\r\nB=\r\n")
     assert read_env_file(tmp_path / "a.env", where="here") == {"A": "1", "B": ""}
