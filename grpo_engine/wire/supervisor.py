@@ -6,13 +6,14 @@ Written by `grpo_tui.supervisor`; read by the command line, the screen, and scri
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from grpo_engine.errors import PeerError
-from grpo_engine.wire.codec import Message, Time, Whole
+from grpo_engine.wire.codec import Message, Time, Whole, shortened
 from grpo_engine.wire.run_folder import SETTINGS_FILE
 
 PROTOCOL_VERSION = 1
@@ -22,6 +23,10 @@ several times a second, for some in time in proportion to the square."""
 MAX_TEMPORARY_FOLDER_BYTES = 107 - len("/v-12345678/123e4567-e89b-12d3-a456-426614174000")
 """How long the name of a service's TMPDIR may be: the kernel takes 107 bytes for a socket's path, and vLLM's sockets
 lie in a folder that our server makes there for those of one start."""
+
+
+Words = Annotated[str, AfterValidator(partial(shortened, most=16_384))]
+"""For people; screens lay them out again each second."""
 
 
 class ServiceState(StrEnum):
@@ -108,7 +113,7 @@ class Refusal(Message):
     port: Whole | None = None
     gpu: Whole | None = None
     holders: list[ResourceHolder] = []
-    text: str
+    text: Words
     """The same for a person, with what to do; part of `ServiceStatus.why`."""
 
     def foreign_holder(self) -> ResourceHolder | None:
@@ -201,7 +206,7 @@ class RankStall(Message):
     ranks: list[Whole]
     """Those that are behind all others on this machine; empty where all wait in the same operation."""
     since: Time
-    text: str
+    text: Words
     """For people: each rank with its place."""
 
 
@@ -229,11 +234,11 @@ class ServiceStatus(Message):
     name: str
     kind: str
     state: ServiceState
-    health: str | None = None
+    health: Words | None = None
     """The last answer of its probe, for people; null without a probe."""
     probe: ProbeOutcome | None = None
     """The same for programs."""
-    phase: str | None = None
+    phase: Words | None = None
     """The phase of its start-up, for people, where its log shows one."""
     pid: Whole | None = None
     pgid: Whole | None = None
@@ -258,7 +263,7 @@ class ServiceStatus(Message):
     gpu_memory_bytes: Whole | None = None
     log: str
     """Path of its log file."""
-    why: str | None = None
+    why: Words | None = None
     """Why it is not running or what it waits for, for people; null when it is ready."""
     is_refused: bool = False
     """Whether it was not started because another process holds what it needs."""
@@ -267,7 +272,7 @@ class ServiceStatus(Message):
     waits_for: WaitsFor | None = None
     """What it waits for since `waits_since`, as it reports itself; null where it works, or reports nothing."""
     waits_since: Time | None = None
-    note: str | None = None
+    note: Words | None = None
     """What it reports of itself besides, for people."""
     write_faults: list[WriteFault] = []
     """What it cannot write, as it reports itself."""
@@ -382,7 +387,7 @@ class MachineStatus(Message):
     """What ran there when it was last lost."""
     lost_at: Time | None = None
     """When it was last lost; also after it has come back."""
-    next: str | None = None
+    next: Words | None = None
     """What happens next with what runs or ran there, for people; null where nothing is awaited."""
     gpus: list[GpuStatus] = []
     cpu_percent: float | None = None
@@ -397,8 +402,8 @@ class Warning(Message):
 
     id: str
     severity: Literal["info", "warning", "error"]
-    text: str
-    hint: str | None = None
+    text: Words
+    hint: Words | None = None
 
 
 class RunStatus(Message):
@@ -414,7 +419,7 @@ class RunStatus(Message):
     supervisor: SupervisorInfo | None
     services: Annotated[list[ServiceStatus], Field(max_length=MAX_SERVICES)]
     gpus: Annotated[list[GpuStatus], Field(max_length=MAX_SERVICES)] = []
-    gpu_note: str | None = None
+    gpu_note: Words | None = None
     """Why there are no GPUs to show, e.g. `no NVIDIA driver`."""
     metrics: dict[str, float] = {}
     warnings: Annotated[list[Warning], Field(max_length=MAX_SERVICES)] = []
@@ -487,7 +492,7 @@ class UsageSampled(Message):
     rss_bytes: dict[str, Whole]
     gpu_memory_bytes: dict[str, Whole]
     gpus: list[GpuStatus]
-    gpu_note: str | None = None
+    gpu_note: Words | None = None
     log_bytes: dict[str, Whole] = {}
     """The absolute offset of the end of each service's log at that time, as `grpo_tui.run_files.log_file` counts.
     """
@@ -508,7 +513,7 @@ class Notice(Message):
     time: Time
     severity: Literal["info", "warning", "error"]
     service: str | None = None
-    text: str
+    text: Words
 
 
 class Reply(Message):
@@ -567,7 +572,7 @@ class ServiceReport(Message):
     attempt: Whole
     waits_for: WaitsFor | None = None
     waits_since: Time | None = None
-    note: str | None = None
+    note: Words | None = None
     write_faults: list[WriteFault] = []
     versions: VersionsInFlight | None = None
 
@@ -594,7 +599,7 @@ class MachinesReport(Message):
     """
 
     type: Literal["machines"] = "machines"
-    machines: list[MachineStatus] = []
+    machines: Annotated[list[MachineStatus], Field(max_length=MAX_SERVICES)] = []
 
 
 REPORT_VALID_S = 30.0

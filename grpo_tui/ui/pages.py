@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from textual.content import Content
 
+from grpo_engine.wire.codec import shortened
 from grpo_engine.wire.metrics import HEALTHY_BANDS
 from grpo_engine.wire.secrets import masked_argv, masked_text
 from grpo_engine.wire.supervisor import ServiceStatus, Warning
@@ -30,6 +32,8 @@ from grpo_tui.view.timeline.state import clock_at
 
 KEY_WIDTH = 7
 FACT_WIDTH = 12
+MAX_ROWS, MAX_WORDS = 1000, 16_384
+"""Of a command or environment, and characters of a paragraph: a plan may be somebody else's work."""
 MAX_COPIED = 9
 """As many keys as there are digits."""
 PAGE_COLUMNS, PAGE_SHARE = 100, 0.94
@@ -153,9 +157,9 @@ def service_page(
     rows += [] if history.answers else [Content("  none recorded")]
     if launch is not None:
         rows += [Content(""), _heading("command")]
-        rows += [Content(f"  {row}") for row in shown_command(launch).splitlines()]
+        rows += [Content(f"  {row}") for row in islice(shown_command(launch).splitlines(), MAX_ROWS)]
         rows += [Content(""), _heading("environment besides the inherited one; values of secrets and files are masked")]
-        told = [f"{name}={value}" for name, value in shown_env(launch).items()]
+        told = [f"{name}={value}" for name, value in islice(shown_env(launch).items(), MAX_ROWS)]
         rows += [row for each in told or ["none"] for row in _hanging("  ", each, width)]
     return Content("\n").join(rows)
 
@@ -247,7 +251,7 @@ def _key_rows(key: Key, width: int) -> list[Content]:
 def _hanging(start: str | tuple[str, str], text: str, width: int, style: str = "") -> list[Content]:
     """A paragraph with hanging indent."""
     first = Content.assemble(start)
-    rows = wrapped(text, width - first.cell_length)
+    rows = wrapped(shortened(text, MAX_WORDS), width - first.cell_length)
     starts = [first, *(Content(" " * first.cell_length) for _ in rows[1:])]
     return [begin + Content.styled(row, style) for begin, row in zip(starts, rows, strict=False)]
 

@@ -12,13 +12,14 @@ import pytest
 from machine_fakes import machine
 from pydantic import ValidationError
 from screen_fakes import NOW, run_status, service
+from textual.content import Content
 from usual_plan import four_launches, write_plan
 
 from grpo_engine.config import Config, validated
 from grpo_engine.diagnosis.alignment_rules import MIXTURE
 from grpo_engine.errors import ConfigError, PeerError
 from grpo_engine.wire.run_folder import PLAN_FILE, STATE_FILE
-from grpo_engine.wire.supervisor import MAX_SERVICES, DiskSpace, RunState, RunStatus, WriteFault
+from grpo_engine.wire.supervisor import MAX_SERVICES, DiskSpace, MachinesReport, RunState, RunStatus, WriteFault
 from grpo_tui.cli.export import _card
 from grpo_tui.client.local import Run
 from grpo_tui.profile.hub import known_config
@@ -26,7 +27,8 @@ from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.services.base import Probe
 from grpo_tui.supervisor.state_file import read_state
-from grpo_tui.ui.pages import service_page
+from grpo_tui.ui.pages import MAX_ROWS, service_page
+from grpo_tui.ui.screens.reading import MAX_CHARACTERS, MAX_LINES, beginning
 from grpo_tui.ui.widgets.main.start_panel import rows_wanted
 from grpo_tui.view.disk_rules import MAX_FAULTS, disks
 from grpo_tui.view.gpus.rules import ASKED_FOR, memory_plan
@@ -62,6 +64,26 @@ def test_limits_that_no_plan_has_end_neither_the_page_of_a_service_nor_that_of_a
     assert rows_wanted(state, 80) > 0
     page = service_page(STARTING, launches["vllm"], ServiceHistory(), state, 80).plain
     assert "SIGKILL after" in page
+
+
+def test_of_a_page_longer_than_any_its_beginning_is_laid_out() -> None:
+    """A crash report of 11 MB held the screen for more than 45 s and took 2 GB; 100,000 variables of a plan, 20 s."""
+    (launch,) = (each for each in four_launches() if each.name == "vllm")
+    many = {f"A{number}": "1" for number in range(9_000)}
+    launch = replace(launch, env=many, env_from_files=tuple(many), argv=("a", *("--x" for _ in range(9_000))))
+    state = replace(ViewState(run_folder=RUN.folder, now=NOW), status=run_status())
+    page = service_page(STARTING, launch, ServiceHistory(), state, 80).plain
+    assert page.count("=***") == page.count("--x") + 1 == MAX_ROWS
+    for whole in (Content("line\n" * 2 * MAX_LINES), Content("x" * 2 * MAX_CHARACTERS)):
+        shown = beginning(whole).plain
+        assert (len(shown) < MAX_CHARACTERS + 50, shown.count("\n") <= MAX_LINES) == (True, True)
+        assert shown.endswith("further characters")
+    assert len(run_status(gpu_note="word " * 1_000_000).gpu_note or "") < 20_000
+
+
+def test_more_machines_than_a_status_may_have_are_no_report() -> None:
+    with pytest.raises(ValidationError, match="machines"):
+        MachinesReport(machines=[machine(1)] * (MAX_SERVICES + 1))
 
 
 def test_a_plan_of_a_service_without_a_command_is_damaged(tmp_path: Path) -> None:

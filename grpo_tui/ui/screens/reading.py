@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from textual import events
@@ -16,6 +17,8 @@ from grpo_tui.ui.text_screen import ClosesOnce
 from grpo_tui.view.format import count_text
 
 CLOSING = "y copies all · esc closes"
+MAX_LINES, MAX_CHARACTERS = 5000, 524_288
+"""Of a page: all of it is laid out, which took more than 45 s and 2 GB for a crash report of 11 MB."""
 
 
 class ReadingScreen(ModalScreen[None], ClosesOnce[None]):
@@ -53,7 +56,7 @@ class ReadingScreen(ModalScreen[None], ClosesOnce[None]):
         """
         super().__init__(classes="-wide" if is_wide else None)
         self._page_title = title
-        self._page = page
+        self._page = beginning(page)
         self._commands = commands
 
     def compose(self) -> ComposeResult:
@@ -86,3 +89,15 @@ class ReadingScreen(ModalScreen[None], ClosesOnce[None]):
     def action_scroll(self, by: int) -> None:
         """Move by a line."""
         self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
+
+
+def beginning(page: Content) -> Content:
+    """As much of a page as is laid out, and a line that says so where that is not all."""
+    text = page.plain
+    end = min(len(text), MAX_CHARACTERS)
+    for number, newline in enumerate(re.finditer("\n", text[:end]), start=1):
+        if number == MAX_LINES:
+            end = newline.start()
+    if end == len(text):
+        return page
+    return page[:end] + Content(f"\n… and {count_text(len(text) - end, 'further character')}")
