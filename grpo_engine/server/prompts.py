@@ -20,6 +20,10 @@ MAX_LOGPROBS_WITHOUT_TOKEN = 1 << 19
 """Of all tokens that one request may have sampled, where the server has a token and the request has not. One of 5
 million, in 150 bytes, took 1.2 GB, and held the event loop for 6 s while its answer was made."""
 
+MAX_BAD_WORDS_WITHOUT_TOKEN, MAX_BAD_WORD_CHARS_WITHOUT_TOKEN = 1024, 1 << 16
+"""Words that an answer must not have, and their characters: vLLM encodes each on the event loop, and one of 4 MB held
+it for 8 s."""
+
 
 class PromptCodec:
     """A model's tokenizer as the routes use it.
@@ -121,6 +125,21 @@ def check_num_logprobs(
             f"n × max_tokens × (1 + logprobs): up to {asking.num_logprobs // cost} log-probabilities; a request "
             f"without the token of the run may have {MAX_LOGPROBS_WITHOUT_TOKEN // cost}: set a smaller max_tokens, "
             "n or logprobs"
+        )
+
+
+def check_bad_words(words: Sequence[str]) -> None:
+    """Refuse a request without the token with words that take long to encode.
+
+    Raises:
+        DataError: they are too many or too long.
+    """
+    num_chars = sum(map(len, words))
+    is_long = len(words) > MAX_BAD_WORDS_WITHOUT_TOKEN or num_chars > MAX_BAD_WORD_CHARS_WITHOUT_TOKEN
+    if caller().token is Token.WRONG and is_long:
+        raise DataError(
+            f"bad_words: {len(words)} of {num_chars} characters; a request without the token of the run may have "
+            f"{MAX_BAD_WORDS_WITHOUT_TOKEN} of {MAX_BAD_WORD_CHARS_WITHOUT_TOKEN}: send fewer"
         )
 
 

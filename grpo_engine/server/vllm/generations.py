@@ -22,7 +22,7 @@ from grpo_engine.errors import DataError, HalfWritten
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineUnavailable, Generation
 from grpo_engine.server.gate import Gate
-from grpo_engine.server.prompts import check_num_completions, check_num_logprobs, max_new_tokens
+from grpo_engine.server.prompts import check_bad_words, check_num_completions, check_num_logprobs, max_new_tokens
 from grpo_engine.server.speed_meter import SpeedMeter
 from grpo_engine.server.stall_detector import StallDetector
 from grpo_engine.server.vllm.adapters import VllmAdapters
@@ -130,13 +130,14 @@ class Generations:
             running: the engine, or its error.
 
         Raises:
-            DataError: too many completions.
+            DataError: too many completions, log-probabilities or words.
             EngineUnavailable, HalfWritten: not now.
         """
         llm = running()
         n = getattr(sampling_params, "n", 1)
         check_num_completions(n)
         _check_num_logprobs(llm, prompt, sampling_params)
+        check_bad_words(getattr(sampling_params, "bad_words", None) or ())
         outputs = self.outputs_of(llm, prompt, sampling_params, request_id, lora, **others)
         async with self._admitted(n), aclosing(outputs):
             async for output in outputs:

@@ -250,12 +250,17 @@ async def test_an_adapter_on_weights_that_are_not_complete_is_refused_and_unload
     assert engine._generations.lock.read().is_writing is not is_trainer_alive
 
 
-async def test_vllms_routes_refuse_millions_of_log_probabilities_without_the_token(
+async def test_vllms_routes_refuse_millions_of_log_probabilities_and_long_bad_words_without_the_token(
     engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, "caller", lambda: Caller(token=Token.WRONG))
-    for asked in ({"max_tokens": 60, "logprobs": 20}, {"max_tokens": None, "logprobs": -1}):
-        with pytest.raises(DataError, match="without the token of the run may have 524288"):
+    for asked, most in (
+        ({"max_tokens": 60, "logprobs": 20}, 524288),
+        ({"max_tokens": None, "logprobs": -1}, 524288),
+        ({"max_tokens": 1, "bad_words": ["a" * 65537]}, 1024),
+        ({"max_tokens": 1, "bad_words": ["a"] * 1025}, 1024),
+    ):
+        with pytest.raises(DataError, match=f"without the token of the run may have {most}"):
             await anext(engine.guarded({"prompt_token_ids": [1]}, SimpleNamespace(n=4096, **asked), "r"))
     assert llm.num_generated == 0
     stream = engine.guarded({"prompt_token_ids": [1]}, SimpleNamespace(n=8, max_tokens=60, logprobs=20), "r")
