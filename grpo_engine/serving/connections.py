@@ -7,6 +7,7 @@ import asyncio
 import logging
 import resource
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -41,25 +42,47 @@ and parses a read of 256 KiB at once, which may be 6000 of them. h11 queues none
 MAX_WITHOUT_TOKEN = 2048
 """Connections whose last request lacked the token of a service that has one."""
 WARN_EVERY_S = 60.0
-"""Of each warning of uvicorn: it has one for every malformed request, and a client could fill a disk with them."""
+"""Of each warning of uvicorn: it has one for every malformed request, and a client could fill a disk with them. So with
+tracebacks of requests at which vLLM's routes fail, 6 kB each."""
+
+
+def exception_place(record: logging.LogRecord) -> str | None:
+    """What was raised where; None without a traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    frames = [] if error is None else list(traceback.walk_tb(error.__traceback__))
+    if not frames:
+        return None
+    frame, line = frames[-1]
+    return f"{type(error).__name__} {frame.f_code.co_filename}:{line}"
+
+
+def warning_or_exception(record: logging.LogRecord) -> str | None:
+    """The same, and of a warning its text before anything is filled in."""
+    return exception_place(record) or (str(record.msg) if record.levelno == logging.WARNING else None)
 
 
 class SomeWarnings(logging.Filter):
-    """Passes on each warning once in `WARN_EVERY_S`."""
+    """Passes on each kind of record once in `WARN_EVERY_S`, and all that are of no kind."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        kind_of: Callable[[logging.LogRecord], str | None] = warning_or_exception,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__()
+        self._kind_of = kind_of
         self._now = now
         self._logged_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to log it."""
-        if record.levelno != logging.WARNING:
+        kind = self._kind_of(record)
+        if kind is None:
             return True
-        now, text = self._now(), str(record.msg)
-        if now - self._logged_at.get(text, -WARN_EVERY_S) < WARN_EVERY_S:
+        now = self._now()
+        if now - self._logged_at.get(kind, -WARN_EVERY_S) < WARN_EVERY_S:
             return False
-        self._logged_at[text] = now
+        self._logged_at[kind] = now
         return True
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from grpo_engine.server.http.requests import MAX_BODY_BYTES, ClientDisconnected,
 from grpo_engine.server.prompts import check_listed_prompts
 from grpo_engine.server.vllm.flags import frontend_of
 from grpo_engine.serving.access import TOKEN_HEADERS, TOKEN_REQUIRED, Token, caller
+from grpo_engine.serving.connections import SomeWarnings, exception_place
 from grpo_engine.wire.codec import fail_fast
 
 if TYPE_CHECKING:
@@ -203,6 +205,8 @@ def _build_app(llm: AsyncLLM, config: ServerConfig, arguments: AsyncEngineArgs) 
     values = {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
     _import_plugins(values)
     app = build_app(Namespace(**values), _TASKS, llm.model_config)
+    for handler in logging.getLogger("vllm").handlers:
+        handler.addFilter(SomeWarnings(exception_place))
     add_our_errors(app)
     fail_fast_on_bodies(app)
     return app, init_app_state
