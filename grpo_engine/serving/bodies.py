@@ -57,11 +57,10 @@ class BodyLimits:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request; its body is limited while the application reads it."""
-        if scope["type"] != "http" or not _has_body(headers := Headers(scope=scope)):
+        if scope["type"] != "http" or not has_body(headers := Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
-        declared = headers.get("content-length", "")
-        num_declared = int(declared) if declared.isdecimal() and "transfer-encoding" not in headers else None
+        num_declared = num_declared_bytes(headers)
         is_short = num_declared is not None and num_declared <= SHORT_BYTES
         room, most_bytes = self._room, None
         if token_of(scope) is Token.WRONG:
@@ -79,8 +78,15 @@ class BodyLimits:
             await body.refusal(scope, receive, send)
 
 
-def _has_body(headers: Headers) -> bool:
+def has_body(headers: Headers) -> bool:
+    """Whether a request with these headers has a body."""
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+def num_declared_bytes(headers: Headers) -> int | None:
+    """Length of a body by its headers; None: they do not say it."""
+    declared = headers.get("content-length", "")
+    return int(declared) if declared.isdecimal() and "transfer-encoding" not in headers else None
 
 
 class _Room:

@@ -42,8 +42,9 @@ _STATUSES: tuple[tuple[type[GrpoError], int], ...] = (
     (ModelError, 400),
 )
 MAX_BODY_BYTES = 64 << 20
-MAX_BODY_BYTES_WITHOUT_TOKEN = 16 << 20
-"""A prompt of a million tokens has 8 MB. Less is accepted from requests without the token, where the server has one."""
+"""A prompt of a million tokens has 8 MB."""
+MAX_BODY_BYTES_WITHOUT_TOKEN = 1 << 20
+"""Where the server has a token: a text of that length takes two seconds to encode."""
 MAX_BODY_MARKS = 1 << 20
 """Brackets, braces and quotes in a body; the longest conversation has a tenth of that beside those in its text."""
 _MAX_FAULTS = 10

@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -29,7 +30,9 @@ from grpo_engine.server.engine import WeightsBusy
 from grpo_engine.server.http.requests import MAX_BODY_BYTES, ClientDisconnected, only_owner, status_of
 from grpo_engine.server.prompts import check_listed_prompts
 from grpo_engine.server.vllm.flags import frontend_of
+from grpo_engine.server.vllm.slots import BodyRoom
 from grpo_engine.serving.access import TOKEN_HEADERS, TOKEN_REQUIRED, Token, caller
+from grpo_engine.serving.bodies import has_body, num_declared_bytes
 from grpo_engine.serving.connections import SomeWarnings, exception_place
 from grpo_engine.wire.codec import fail_fast
 
@@ -140,13 +143,23 @@ class StockApp:
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
+        self._room_without_token = BodyRoom()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request.
 
         Raises:
             HTTPException: the route answers only the run's owner.
+            EngineUnavailable: too many without the token wait.
         """
+        headers = Headers(scope=scope)
+        if caller().token is not Token.WRONG or not has_body(headers):
+            await self._answer(scope, receive, send)
+            return
+        async with self._room_without_token.holding(num_declared_bytes(headers)):
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
         if (ours := _ours(path)) is not None:
             text = f"{path} would change the model without the weight lock: use {ours}"
