@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jinja2 import TemplateError
+
 from grpo_engine.errors import DataError
 from grpo_engine.serving.access import Token, caller
 from grpo_engine.wire.inference import GenerateRequest
@@ -59,7 +61,8 @@ class PromptCodec:
         """Tokens of a conversation up to where the assistant's answer begins.
 
         Raises:
-            DataError: the model has no chat template, or the conversation is longer than the longest tokens that fit.
+            DataError: the model has no chat template, or one that refuses the conversation, or that is longer than the
+                longest tokens that fit.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise DataError(f"{self._model_name} has no chat template: use /v1/completions or /generate")
@@ -67,7 +70,10 @@ class PromptCodec:
         self._check_length(sum(1 + len(part) for message in messages for part in message.values()))
 
         def render(tokenizer: Any) -> list[int]:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            try:
+                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except TemplateError as error:  # as that of a model without system messages
+                raise DataError(f"messages: the chat template of {self._model_name} refuses them: {error}") from None
             return list(tokenizer.encode(text, add_special_tokens=False))
 
         return await self._in_thread(render)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from fastapi import FastAPI
 from forked import start_forked
+from jinja2 import TemplateError
 from limited_service import CHUNKED, MIB, app, client_of, length, limited
 from pydantic import ValidationError
 from rollout_fakes import ENVIRONMENT, REGISTRATION, api_client, served
@@ -514,6 +515,8 @@ class Letters:
         return [0] * len(text)
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: bool) -> str:
+        if messages[0].get("role") == "system":
+            raise TemplateError("System role not supported")
         return "".join(message["content"] for message in messages)
 
 
@@ -526,6 +529,8 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
     for messages in ([{"content": "a" * 13}], [{"content": ""}] * 13):
         with pytest.raises(DataError, match="at most 12"):
             await codec.render_chat(messages)
+    with pytest.raises(DataError, match="the chat template of m refuses them: System role not supported"):
+        await codec.render_chat([{"role": "system", "content": ""}])
 
 
 async def test_the_event_loop_goes_on_while_a_text_is_encoded() -> None:
