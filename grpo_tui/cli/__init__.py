@@ -164,7 +164,7 @@ def main() -> NoReturn:
 
 
 def _shortage(error: OSError) -> str | None:
-    """What has run out, and what to do; None where something else is wrong."""
+    """What has run out, and what to do, or where something is forbidden; None where something else is wrong."""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
             return f"{error.filename or os.getcwd()}: {error.strerror}: make room, and try again"
@@ -173,6 +173,8 @@ def _shortage(error: OSError) -> str | None:
             return (
                 f"{error.strerror}: the limit is {limit} (ulimit -n): raise it, e.g. by ulimit -n 1024, and try again"
             )
+        case errno.EACCES | errno.EPERM | errno.EROFS if error.filename is not None:
+            return f"{error.filename}: {error.strerror}"
         case _:
             return None
 

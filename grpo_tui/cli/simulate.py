@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from grpo_engine.errors import GrpoError
 from grpo_engine.wire.codec import write_atomically
 from grpo_tui.cli.arguments import JsonOption, SetOption
 from grpo_tui.cli.overrides import own_overrides
@@ -122,7 +123,10 @@ def simulate_command(
             all_.append(Simulated(result=run(row, figures), machines=count))
     lines = advice(all_, layout.max_staleness)
     if svg is not None:
-        write_atomically(svg, to_svg(loaded.name, all_).encode())
+        try:
+            write_atomically(svg, to_svg(loaded.name, all_).encode())
+        except OSError as error:
+            raise GrpoError(f"{svg} cannot be written: {error.strerror or error}") from None
     if as_json:
         write_line(json.dumps(document(all_, lines, figures.sources), indent=1))
         return

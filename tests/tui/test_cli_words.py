@@ -105,6 +105,19 @@ def test_a_low_limit_of_open_files_is_a_message_with_the_limit(
     assert capsys.readouterr().err.startswith("Too many open files: the limit is 8 (ulimit -n): raise it")
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_may_not_be_read_or_written_is_a_message_with_its_path(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(prog_name: str) -> None:  # `sweep status` where others closed `logs` to us
+        raise OSError(number, os.strerror(number), "logs/sweeps")
+
+    monkeypatch.setattr(cli, "build_app", lambda: start)
+    with pytest.raises(SystemExit, match=str(ExitCode.FAILED.value)):
+        cli.main()
+    assert capsys.readouterr().err == f"logs/sweeps: {os.strerror(number)}\n"
+
+
 def test_a_full_disk_is_a_message_with_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

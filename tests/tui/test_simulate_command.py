@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
-from grpo_engine.errors import ConfigError
+from grpo_engine.errors import ConfigError, GrpoError
 from grpo_engine.simulate.layout import Layout
 from grpo_engine.simulate.result import Result
 from grpo_tui.cli.simulate import simulate_command
@@ -68,8 +69,11 @@ def test_the_picture_has_a_row_for_each_and_escapes_the_name() -> None:
     assert "a&lt;b: simulated" in picture
 
 
-def test_machines_divide_their_gpus_between_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
-    simulate_command("llama8b-broadcast", machines="1,2", gpus_per_machine=4, steps=5, environments=3, as_json=True)
+def test_machines_divide_their_gpus_between_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"machines": "1,2", "gpus_per_machine": 4, "steps": 5, "environments": 3, "as_json": True}
+    with pytest.raises(GrpoError, match=r"p\.svg cannot be written: No such file or directory"):
+        simulate_command("llama8b-broadcast", svg=tmp_path / "none" / "p.svg", **options)
+    simulate_command("llama8b-broadcast", **options)
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["trainer_ranks"] + row["servers"] for row in rows] == [4, 8]
     assert all(row["environments"] == 3 and row["tokens_per_s"] > 0 for row in rows)
