@@ -491,17 +491,17 @@ class UsageSampled(Message):
     cpu_percent: dict[str, float]
     rss_bytes: dict[str, Whole]
     gpu_memory_bytes: dict[str, Whole]
-    gpus: list[GpuStatus]
+    gpus: Annotated[list[GpuStatus], Field(max_length=MAX_SERVICES)]
     gpu_note: Words | None = None
     log_bytes: dict[str, Whole] = {}
     """The absolute offset of the end of each service's log at that time, as `grpo_tui.run_files.log_file` counts.
     """
-    low_disks: list[DiskSpace] = []
-    write_faults: list[WriteFault] = []
+    low_disks: Annotated[list[DiskSpace], Field(max_length=MAX_SERVICES)] = []
+    write_faults: Annotated[list[WriteFault], Field(max_length=MAX_SERVICES)] = []
     """Of the supervisor; both as in `RunStatus`."""
     ranks: dict[str, list[RankUsage]] = {}
     """Of services of several ranks."""
-    machines: list[MachineStatus] | None = None
+    machines: Annotated[list[MachineStatus], Field(max_length=MAX_SERVICES)] | None = None
     """As in `RunStatus`; null without a cluster, and from supervisors that did not send them."""
 
 

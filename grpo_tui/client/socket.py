@@ -70,7 +70,7 @@ class Daemon:
                 to_line(Command(id=1, do=do, service=service, wait=wait, timeout_s=timeout_s, take_ports=take_ports))
             )
             await writer.drain()
-            while line := await reader.readline():
+            while line := await self._read_line(reader):
                 message = read_from_daemon(line)
                 if isinstance(message, Reply):
                     return message
@@ -85,7 +85,7 @@ class Daemon:
         async with self._connected() as (_, reader, writer):
             writer.write(to_line(Subscribe()))
             await writer.drain()
-            while line := await reader.readline():
+            while line := await self._read_line(reader):
                 message = read_from_daemon(line)
                 if not isinstance(message, Hello | Reply):
                     yield message
@@ -111,6 +111,14 @@ class Daemon:
         finally:
             writer.transport.abort()
 
+    async def _read_line(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            return await reader.readline()
+        except ValueError:  # asyncio's word for it; what came of the line is dropped
+            raise PeerUnavailable(
+                f"the supervisor of {self.run_folder.name} sent a line above {MAX_LINE_BYTES:,} bytes"
+            ) from None
+
     def _listener(self, writer: asyncio.StreamWriter) -> int:
         """Pid of the process that listens.
 
@@ -132,7 +140,7 @@ class Daemon:
         writer.write(to_line(Hello(run=name, pid=0)))
         try:
             async with asyncio.timeout(HELLO_LIMIT_S):
-                line = await reader.readline()
+                line = await self._read_line(reader)
         except TimeoutError:
             raise PeerUnavailable(f"the supervisor of {name} has not answered in {HELLO_LIMIT_S:g} s") from None
         if not line:

@@ -143,6 +143,8 @@ class GrpoScreen(ThemedApp[None]):
     @on(messages.StateChanged)
     def _apply_change(self, came: messages.StateChanged) -> None:
         self._apply(came.change)
+        if isinstance(came, messages.EventReceived):
+            came.applied.set()
 
     def _apply(self, change: view.Change) -> None:
         """Reduce a change into the state, and schedule one draw for all pending changes."""

@@ -5,7 +5,8 @@ Each carries one change of the view state; one handler applies them in the order
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from textual.message import Message
 
@@ -19,8 +20,12 @@ class StateChanged(Message):
     change: Change
 
 
+@dataclass
 class EventReceived(StateChanged):
     """The supervisor sent a snapshot or an event."""
+
+    applied: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the state has it: the next one is read then, so that keys wait for no queue of them."""
 
 
 class SupervisorLost(StateChanged):

@@ -85,7 +85,9 @@ class RunNews:
             note = "the supervisor closed the connection"
             try:
                 async for event in self._connection.events():
-                    self._post(messages.EventReceived(event))
+                    received = messages.EventReceived(event)
+                    self._post(received)
+                    await received.applied.wait()
                     is_lost = not isinstance(event, Bye)
                     if isinstance(event, Bye):
                         note = f"the run is over: {event.state}"

@@ -13,18 +13,20 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
-from screen_fakes import run_status
+from screen_fakes import FakeConnection, run_status
 
-from grpo_engine.errors import PeerError
-from grpo_engine.wire.codec import to_line
+from grpo_engine.errors import PeerError, PeerUnavailable
+from grpo_engine.wire.codec import MAX_LINE_BYTES, to_line
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.run_folder import METRICS_FILE, STATE_FILE
-from grpo_engine.wire.supervisor import MAX_SERVICES, Hello, RunStatus
+from grpo_engine.wire.supervisor import MAX_SERVICES, Hello, RunStatus, Snapshot
 from grpo_tui.client.socket import Daemon
 from grpo_tui.run_files.metrics import all_steps
 from grpo_tui.supervisor.keeper.client import KeeperState
 from grpo_tui.supervisor.lock import has_daemon, take_lock, write_address
 from grpo_tui.supervisor.state_file import ServiceLedger, read_state
+from grpo_tui.ui import messages
+from grpo_tui.ui.news import RunNews
 from grpo_tui.view.csv_text import csv_rows
 from grpo_tui.view.diagnosis import diagnose
 from grpo_tui.view.gpus import reader
@@ -32,6 +34,7 @@ from grpo_tui.view.gpus.reader import read_samples
 from grpo_tui.view.rollouts.reader import RolloutReader
 from grpo_tui.view.rollouts.state import GroupFilter
 from grpo_tui.view.run_settings import settings_of
+from grpo_tui.view.state import ViewState
 from grpo_tui.view.timeline.file import TimelineFile
 
 COMPLETION: dict[str, Any] = {
@@ -136,6 +139,35 @@ async def test_the_kernel_says_which_process_listens_as_supervisor(tmp_path: Pat
         write_address(tmp_path, tmp_path / "s")
         assert (await Daemon(tmp_path).hello()).pid == os.getpid()
         await asyncio.wait_for(is_closed.wait(), 10)
+
+
+async def test_a_line_of_a_supervisor_that_is_longer_than_any_ends_no_screen_with_a_traceback(tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"x" * (MAX_LINE_BYTES + 1))  # the owner of a folder may be its supervisor
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_unix_server(answer, tmp_path / "s"):
+        write_address(tmp_path, tmp_path / "s")
+        with pytest.raises(PeerUnavailable, match="sent a line above 8,388,608 bytes"):
+            await Daemon(tmp_path).hello()
+
+
+async def test_events_are_read_no_faster_than_the_screen_takes_them(tmp_path: Path) -> None:
+    """Samples of 3000 GPUs without pause were queued before the keys: `q` was answered after more than 40 s."""
+    connection, posted = FakeConnection(), list[messages.StateChanged]()
+    news = RunNews(connection, state=lambda: ViewState(run_folder=tmp_path, now=1.0), post=posted.append)
+    connection.send(*(Snapshot(number=number, status=run_status()) for number in range(3)))
+    listening = asyncio.create_task(news._listen())
+    for number in (1, 2, 3):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(posted) == number
+        (latest,) = posted[number - 1 :]
+        assert isinstance(latest, messages.EventReceived)
+        latest.applied.set()
+    listening.cancel()
 
 
 def test_a_process_of_another_user_is_not_taken_for_the_supervisor(tmp_path: Path) -> None:

@@ -137,10 +137,14 @@ def report(
     kept = before if before is not None and in_sight is not None and before.form == form else None
     fresh = kept.numbers_in_sight(in_sight) if kept is not None and in_sight is not None else range(0)
 
+    of_machine: dict[str | None, Sequence[GpuMoment]] = {}
+
     def made(placed: PlacedGpu | None) -> list[Content]:
         if placed is None:
             return _host_block(state, block_width, chart_rows, columns)
-        return _gpu_block(placed, state, block_width, chart_rows, columns, moments)
+        if placed.machine not in of_machine:
+            of_machine[placed.machine] = moments_of(moments, placed.machine)
+        return _gpu_block(placed, state, block_width, chart_rows, columns, of_machine[placed.machine])
 
     lines, starts, blocks = (
         _all_together(gpus, width) + _machine_lines(state, width),
@@ -230,7 +234,7 @@ def _gpu_block(
         rows += [*_history(gpu, history, held, chart_rows), _time_axis(columns, state)]
     else:
         rows.append(line((NO_HISTORY, ".muted")).truncate(width, ellipsis=True))
-    rows += _blame_lines(gpu, state, width, moments_of(moments, placed.machine))
+    rows += _blame_lines(gpu, state, width, moments)
     return rows
 
 

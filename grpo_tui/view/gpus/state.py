@@ -49,12 +49,23 @@ class GpuMoment:
     time: float
     gpus: tuple[GpuFigures, ...]
     rss_bytes: Mapping[str, int]
+    _by_machine: dict[str | None, dict[int, GpuFigures]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Made when it is asked for: a report asks for every GPU of every moment."""
+
+    def of_machine(self, machine: str | None) -> Mapping[int, GpuFigures]:
+        """The figures of the GPUs of one machine, by their index."""
+        if not self._by_machine:
+            for gpu in self.gpus:
+                self._by_machine.setdefault(gpu.machine, {}).setdefault(gpu.index, gpu)
+        return self._by_machine.get(machine, {})
 
     def gpu(self, index: int, machine: str | None = None) -> GpuFigures | None:
         """The figures of one GPU, if it was there."""
         if 0 <= index < len(self.gpus) and self.gpus[index].index == index and self.gpus[index].machine == machine:
             return self.gpus[index]  # nearly always, and asked thousands of times
-        return next((gpu for gpu in self.gpus if gpu.index == index and gpu.machine == machine), None)
+        return self.of_machine(machine).get(index)
 
     @property
     def fullness(self) -> int:
@@ -179,7 +190,7 @@ def moments_of(moments: Sequence[GpuMoment], machine: str | None) -> Sequence[Gp
 
 
 def _of_machine(moment: GpuMoment, machine: str | None) -> GpuMoment:
-    return replace(moment, gpus=tuple(replace(gpu, machine=None) for gpu in moment.gpus if gpu.machine == machine))
+    return replace(moment, gpus=tuple(replace(gpu, machine=None) for gpu in moment.of_machine(machine).values()))
 
 
 def _with_past(moments: tuple[GpuMoment, ...], samples: Iterable[UsageSampled]) -> tuple[GpuMoment, ...]:
