@@ -154,3 +154,9 @@ def test_of_a_paste_without_an_end_only_the_beginning_is_kept() -> None:
     (paste,) = parser.feed("1~")
     assert isinstance(paste, events.Paste)
     assert len(paste.text) <= MAX_PASTED
+
+
+def test_a_key_that_is_no_character_ends_no_screen() -> None:
+    typed = "\x1b[1114112ua\x1b[999999999~\x1b[99999999999ub"
+    keys = [event.key for event in PasteParser().feed(typed) if isinstance(event, events.Key)]
+    assert keys == ["a", "b"]

@@ -12,6 +12,7 @@ from textual import events
 from textual._xterm_parser import BRACKETED_PASTE_END as END
 from textual._xterm_parser import BRACKETED_PASTE_START as START
 from textual._xterm_parser import XTermParser
+from textual.keys import Keys
 from textual.message import Message
 
 from grpo_engine.wire.terminal_text import printable
@@ -48,3 +49,10 @@ class PasteParser(XTermParser):
             if found:
                 yield events.Paste(printable(self._pasted.removesuffix(END)[:MAX_PASTED], keep="\n\t\r"))
                 self._pasted = None
+
+    def _parse_extended_key(self, sequence: str) -> list[events.Key] | None:  # type: ignore[override]  # lru_cache
+        """No key for a number that is no character, as in `ESC[1114112u`: Textual raises what `chr` does."""
+        try:
+            return super()._parse_extended_key(sequence)
+        except (ValueError, OverflowError):
+            return [events.Key(Keys.Ignore, None)]  # with none, its bytes would be taken one by one
