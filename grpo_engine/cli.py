@@ -43,6 +43,9 @@ FINAL_ERROR = 2
 
 COMPILE = frozenset({"server", "train", "launch", "check", "reference"})
 """Commands in which torch may compile code."""
+COMPILED_CODE = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+"""Variables of the folders in which it is kept, and their names. Where the second is not set, inductor sets it once it
+compiles something: a process that found all its code compiled looked for our own kernels elsewhere."""
 USER_CODE = frozenset({"env", "atropos-env"})
 """Commands that run code of the user, whose child processes find modules as they always do."""
 
@@ -117,20 +120,21 @@ def _close_to_others(name: str) -> None:
         os.environ["PYTHONSAFEPATH"] = "1"
     if name not in COMPILE:
         return
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compiled_code())
+    for variable, kind in COMPILED_CODE.items():
+        if variable not in os.environ:
+            os.environ[variable] = str(_compiled_code(kind))
 
 
-def _compiled_code() -> Path:
-    """Where compiled code is kept, as `settle_environment` of vLLM has it; of this process without a home of ours."""
+def _compiled_code(kind: str) -> Path:
+    """Where it is kept, as `settle_environment` of vLLM has it; of this process without a home of ours."""
     from grpo_engine.models.local import cache_folder
 
     with suppress(OSError, RuntimeError, ModelError):
-        folder = cache_folder(os.environ) / "inductor"
+        folder = cache_folder(os.environ) / kind
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    return Path(tempfile.mkdtemp(prefix="torchinductor_"))
+    return Path(tempfile.mkdtemp(prefix=f"{kind}_"))
 
 
 def _leave(code: int) -> NoReturn:

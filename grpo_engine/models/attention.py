@@ -53,6 +53,11 @@ def use_training_attention(model: PreTrainedModel) -> None:
     model.config._attn_implementation = NAME
 
 
+def uses_training_attention(model: PreTrainedModel) -> bool:
+    """Whether `use_training_attention` was called on it."""
+    return bool(model.config._attn_implementation == NAME)
+
+
 def may_look(packed: PackedRows) -> Tensor | BlockMask:
     """The `attention_mask` of packed rows, for a model that uses `attend`.
 
@@ -92,11 +97,12 @@ def attend(
     Args:
         query: (B, A, L, D).
         key: (B, fewer A, L, D), as `value`.
-        attention_mask: from `may_look`; None: causal.
+        attention_mask: from `may_look`; None: that of `mask_aside`, else causal.
 
     Returns:
         (B, L, A, D) and no weights.
     """
+    attention_mask = _aside.mask if attention_mask is None else attention_mask
     if isinstance(attention_mask, BlockMask):
         output = _compiled_flex()(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None
@@ -105,6 +111,25 @@ def attend(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     return output, None
+
+
+class _Aside(threading.local):
+    """The mask that `attend` uses where it is given none; per thread, since layers are recomputed in another one."""
+
+    mask: Tensor | BlockMask | None = None
+
+
+_aside = _Aside()
+
+
+@contextmanager
+def mask_aside(mask: Tensor | BlockMask | None) -> Iterator[None]:
+    """Hand a mask to `attend` past the compiled code in between."""
+    before, _aside.mask = _aside.mask, mask
+    try:
+        yield
+    finally:
+        _aside.mask = before
 
 
 def keeping_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -126,8 +126,10 @@ class Scorer:
             return cast(Tensor, states.flatten(0, 1)[trained])
         packed = packed.to(device)
         self.num_positions += packed.size
+        # A view of one dimension, as transformers makes them for plain rows: layers are compiled for it or for none.
+        positions = packed.positions.flatten().clone().view_as(packed.positions)
         states = body(
-            input_ids=packed.inputs, position_ids=packed.positions, attention_mask=may_look(packed), use_cache=False
+            input_ids=packed.inputs, position_ids=positions, attention_mask=may_look(packed), use_cache=False
         ).last_hidden_state  # (R, L, H)
         return cast(Tensor, states.flatten(0, 1)[packed.trained])
 

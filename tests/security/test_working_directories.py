@@ -115,7 +115,7 @@ def test_the_process_that_compares_expressions_takes_no_modules_from_an_open_fol
 
 @pytest.fixture
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTHONSAFEPATH", "TORCHINDUCTOR_CACHE_DIR"):
+    for name in ("PYTHONSAFEPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "before")
     monkeypatch.setattr(os, "umask", lambda mask: 0)
 
@@ -274,11 +274,11 @@ def test_compiled_code_is_not_taken_from_a_cache_that_every_user_may_fill(
     monkeypatch.setenv("XDG_CACHE_HOME", str(base))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     assert temporary.variables(tmp_path)["TORCHINDUCTOR_CACHE_DIR"] == str(cache / "inductor")
-    assert _compiled_code() == cache / "inductor"
+    assert _compiled_code("inductor") == cache / "inductor"
     (base if mode == 0o777 else cache).chmod(mode)  # in a sticky folder ours cannot be replaced
     assert temporary.variables(tmp_path) == {"TMPDIR": str(tmp_path)}
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert _compiled_code().parent == tmp_path
+    assert _compiled_code("inductor").parent == tmp_path
     with pytest.raises(ModelError, match=r"all users may write to .*: set XDG_CACHE_HOME"):
         cache_folder(os.environ)
     base.chmod(0o1777)

@@ -95,7 +95,8 @@ def longest_batch(config: TrainConfig, shares: int = 1) -> Batch:
 def batches_to_compile(trainee: Trainee, shares: int = 1) -> list[Batch]:
     """Batches besides the longest for which kernels are compiled, so that no step of training waits for that.
 
-    Compiled layers distinguish one row from several, and rows with a shared prompt have an attention of their own.
+    Compiled layers distinguish one row from several, and rows with a shared prompt, which are one row, have an
+    attention of their own.
 
     Args:
         shares: number of ranks that divide a batch; each compiles.
@@ -106,9 +107,9 @@ def batches_to_compile(trainee: Trainee, shares: int = 1) -> list[Batch]:
     if row_tokens < LEAST_ROW_TOKENS:
         return []
     batches = []
-    if config.compile_layers:
+    rows = 1 if rows_of_longest > 1 else 2
+    if config.compile_layers and not (rows == 1 and trainee.shares_prompts):
         single = _group(1, prompt=1, completion=row_tokens)
-        rows = 1 if rows_of_longest > 1 else 2
         batches.append(make_batch([single] * (rows * shares), seq_len=config.seq_len))
     if trainee.shares_prompts:
         shared = _group(2, prompt=row_tokens // 2, completion=row_tokens // 2)

@@ -92,19 +92,25 @@ def test_a_model_without_gradient_checkpointing_is_refused_by_name() -> None:
         recompute_layers(model)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_recomputed_layer_is_not_compiled_again_though_fsdp_gives_it_a_view_only_in_the_forward_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It was, for each kind of rows: a start traced 14 functions of a Llama layer instead of 8."""
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
+    """The inputs of each graph that torch traces for compiled layers; they run as they are."""
     torch._dynamo.reset()
-    graphs: list[object] = []
+    traced: list[list[object]] = []
 
-    def count(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
-        graphs.append(graph)
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+        traced.append(inputs)
         return graph.forward
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    return traced
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_recomputed_layer_is_not_compiled_again_though_fsdp_gives_it_a_view_only_in_the_forward_pass(
+    graphs: list[list[object]],
+) -> None:
+    """It was, for each kind of rows: a start traced 14 functions of a Llama layer instead of 8."""
     subject = trainee(settings(gradient_checkpointing=True, compile_layers=True))
     subject._scorer.shares_prompts = False  # plain rows, as a GPU has them
     is_backward = False
@@ -121,6 +127,37 @@ def test_a_recomputed_layer_is_not_compiled_again_though_fsdp_gives_it_a_view_on
     found = gradients_of(subject)
     for name, gradient in gradients().items():
         torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_packed_rows_take_the_code_that_was_compiled_for_plain_rows(graphs: list[list[object]]) -> None:
+    """Their mask made torch trace each function of a layer again."""
+    packed = make_batch(made_up_groups(0, groups=1), seq_len=32)
+    expected = trainee(settings()).logprobs(packed)[0]
+    subject = trainee(settings(gradient_checkpointing=True, compile_layers=True))
+    assert subject.shares_prompts
+    plain = make_batch(made_up_groups(1, groups=1, size=1), seq_len=32)
+    subject.logprobs(plain)
+    traced = len(graphs)
+    found = subject.logprobs(packed)[0]
+    found.sum().backward()
+    assert len(graphs) == traced > 0
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_numbers_of_a_sharded_layer_are_constants_of_its_compiled_code(graphs: list[list[object]]) -> None:
+    """Torch takes those of modules that FSDP marks for ones that vary: tracing a layer took more than twice as long."""
+    batch, varying = make_batch(made_up_groups(0, groups=2), seq_len=32), []
+    for is_sharded in (False, True):
+        torch._dynamo.reset()
+        graphs.clear()
+        model = small_model()
+        for module in model.modules():
+            module._is_fsdp_managed_module = is_sharded  # type: ignore[assignment]
+        Trainee(attached(model), settings(compile_layers=True)).logprobs(batch)
+        varying.append(sum(isinstance(each, torch.SymInt | torch.SymFloat) for inputs in graphs for each in inputs))
+    assert varying[0] == varying[1] > 0
 
 
 def test_layers_are_not_compiled_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

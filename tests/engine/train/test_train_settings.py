@@ -337,7 +337,7 @@ def test_a_service_by_hand_closes_its_files_and_takes_no_compiled_code_from_tmp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "PYTHONSAFEPATH"):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTHONSAFEPATH"):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     umask = os.umask(0o022)
@@ -352,6 +352,7 @@ def test_a_service_by_hand_closes_its_files_and_takes_no_compiled_code_from_tmp(
             main()
         assert os.umask(0o022) == 0o077
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "grpo-engine" / "inductor")
+        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "grpo-engine" / "triton")
     finally:
         os.umask(umask)
 
