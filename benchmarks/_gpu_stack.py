@@ -134,7 +134,8 @@ def _kill(folder: Path, text: str, spec: Spec, until: float, bench: Bench) -> No
     os.kill(pid, signal.SIGKILL)
     killed_at = time.time()
     _follow(folder, spec, until, num_steps=made + 2)
-    while (again := _service(folder, name)).attempt == service.attempt or again.state is not ServiceState.READY:
+    # Not by its attempt, which ranks keep: they are started again within it.
+    while (again := _service(folder, name)).ready_at == service.ready_at or again.state is not ServiceState.READY:
         if time.monotonic() > until:
             raise RuntimeError(f"{folder.name}: {name} is {again.state} after it was killed\n{_why(folder)}")
         time.sleep(LOOK_EVERY_S)
@@ -143,7 +144,7 @@ def _kill(folder: Path, text: str, spec: Spec, until: float, bench: Bench) -> No
     figures = {
         "at_step": made,
         "ready_again_s": round(again.ready_at - killed_at, 1),
-        "next_step_s": round(trained[made] - killed_at, 1),
+        "next_step_s": round(trained[made] - killed_at, 1),  # of those that are new; the journal is repeated first
         "median_step_s": round(statistics.median(b - a for a, b in itertools.pairwise(trained[:made])), 2),
     }
     bench.tell("killed", f"{folder.name}: {name}", figures)

@@ -6,7 +6,9 @@ Versions are read from package metadata; no package is imported.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
@@ -36,6 +38,7 @@ def examine_software(profile: Profile, driver: str | None, version: Callable[[st
     if not on_gpu:
         return
     yield from _torch(driver, version)
+    yield from _compiled_modules()
     if any((each.engine if isinstance(each, Inference) else each.own_engine) == "vllm" for each in on_gpu):
         yield from _vllm(version)
         yield from _compiler()
@@ -53,15 +56,18 @@ def is_torch_for_gpus() -> bool:
 
 def _built_with(name: str) -> str | None:
     """A version that the installed torch states in `version.py`."""
-    spec = importlib.util.find_spec("torch")
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    for folder in folders:
-        file = Path(folder) / "version.py"
+    for folder in _torch_folders():
+        file = folder / "version.py"
         text = file.read_text() if file.is_file() else ""
         found = re.search(rf"^{name}\b[^=]*= '([\w.-]+)'", text, re.MULTILINE)
         if found:
             return found[1]
     return None
+
+
+def _torch_folders() -> list[Path]:
+    spec = importlib.util.find_spec("torch")
+    return [Path(each) for each in spec.submodule_search_locations or ()] if spec is not None else []
 
 
 def wants_gpu(service: Inference | Trainer) -> bool:
@@ -83,6 +89,20 @@ def _torch(driver: str | None, version: Callable[[str], str | None]) -> Iterator
         )
     else:
         yield Finding(id="driver", severity="ok", text=f"NVIDIA driver {driver}; torch {torch} with CUDA {cuda}")
+
+
+def _compiled_modules() -> Iterator[Finding]:
+    """Images often have none: some installers write none, and PYTHONDONTWRITEBYTECODE keeps Python from it."""
+    for folder in _torch_folders():
+        compiled = Path(importlib.util.cache_from_source(str(folder / "nn" / "modules" / "module.py")))
+        writes = not sys.dont_write_bytecode and os.access(folder, os.W_OK)
+        if not compiled.exists() and not writes:
+            yield Finding(
+                id="bytecode",
+                severity="warning",
+                text="torch has no compiled modules, and Python keeps none: each service compiles them anew",
+                hint=f"python -m compileall -q -j 0 {folder.parent}",
+            )
 
 
 def _compiler() -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from grpo_engine.environments.tasks.base import Item
 from grpo_engine.environments.tasks.confined import client, kernel
 from grpo_engine.environments.tasks.confined.client import ConfinedScorers, NotScored
 from grpo_engine.environments.tasks.reasoning_gym import ReasoningGym
-from grpo_engine.errors import ConfigError
+from grpo_engine.errors import ConfigError, PeerError
 from grpo_engine.processes import descendants, running, wait_gone
 
 pytestmark = pytest.mark.slow
@@ -51,6 +51,16 @@ def evaluating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConfinedSco
 def _ended() -> Iterator[None]:
     yield
     reasoning_gym.scorers(must_confine=True).end()
+
+
+def test_a_module_that_cannot_be_loaded_is_not_said_to_have_taken_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "was not loaded within 60 s (exit code None)", where an import had failed at once."""
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(PeerError, match=r"it has ended while it loaded broken: see the log above$"):
+        ConfinedScorers("broken").prepare("")
 
 
 def succeeds(scorers: ConfinedScorers, expression: str) -> bool:

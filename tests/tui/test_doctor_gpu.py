@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
@@ -88,6 +89,21 @@ def test_driver_torch_and_vllm_that_do_not_match_and_missing_tools_are_errors_wi
     assert all(finding.hint for finding in findings if finding.severity == "error")
     if not expected:
         assert [finding.text for finding in findings] == ["NVIDIA driver 580.95; torch 2.11.0 with CUDA 13.0"]
+
+
+@pytest.mark.parametrize(("keeps", "is_compiled", "expected"), [(False, False, 1), (True, False, 0), (False, True, 0)])
+def test_a_torch_that_each_service_compiles_anew_is_a_warning(
+    keeps: bool, is_compiled: bool, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor_gpu, "_torch_folders", lambda: [tmp_path])
+    monkeypatch.setattr(doctor_gpu.sys, "dont_write_bytecode", not keeps)
+    if is_compiled:
+        compiled = Path(importlib.util.cache_from_source(str(tmp_path / "nn" / "modules" / "module.py")))
+        compiled.parent.mkdir(parents=True)
+        compiled.touch()
+    found = [each for each in examine_software(profile(), "580.95", {}.get) if each.id == "bytecode"]
+    assert len(found) == expected
+    assert all(f"compileall -q -j 0 {tmp_path.parent}" in (each.hint or "") for each in found)
 
 
 def test_a_cpu_profile_checks_no_gpu_software() -> None:

@@ -159,20 +159,19 @@ class ConfinedScorers:
         """What it answers.
 
         Raises:
-            PeerError: nothing in time.
+            PeerError: nothing in time, or it has ended.
         """
         assert self._template is not None
+        what = "has ended"
         try:
             if answer := self._control.recv(MAX_SETTING_BYTES):
                 return answer.decode().strip("\0")
+        except TimeoutError:
+            what = f"took longer than {_STARTUP_TIMEOUT_S:g} s"
         except OSError:
             pass
-        code = self._template.poll()
         self._end()
-        raise PeerError(
-            f"scoring process: {self._module} was not loaded within {_STARTUP_TIMEOUT_S:g} s (exit code {code}): see "
-            "the log above"
-        )
+        raise PeerError(f"scoring process: it {what} while it loaded {self._module}: see the log above")
 
     def _fork(self) -> None:
         """Have another worker, in place of the one that there is."""
