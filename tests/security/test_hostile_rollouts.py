@@ -11,6 +11,7 @@ import pytest
 from group_fakes import completion, group, write_groups
 
 from grpo_tui.ui.widgets.rollout_list import BAR_WIDTH, reward_bars
+from grpo_tui.view.logs.folding import CHARACTERS_A_CELL
 from grpo_tui.view.rollouts import file as rollout_file
 from grpo_tui.view.rollouts import text
 from grpo_tui.view.rollouts.file import RolloutFile, user_part
@@ -43,6 +44,17 @@ def test_of_a_text_longer_than_any_its_beginning_is_shown(letters: str) -> None:
     assert len(lines) <= MAX_LINES + 2
     assert sum(len(piece.text) for line in lines for piece in line) <= 4 * MAX_CHARACTERS + 74
     assert lines[-1] == [Piece("… what follows is too long to be shown", None)]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [[Piece("e" + "\u0301" * 20_000, None)], [Piece("\u0301", token) for token in range(5000)]],
+    ids=["one token", "a token each"],
+)
+def test_marks_without_a_width_fill_rows_of_a_bounded_length(pieces: list[Piece]) -> None:
+    rows = wrapped(pieces, 74)
+    assert max(sum(len(piece.text) for piece in row) for row in rows) <= 74 * CHARACTERS_A_CELL
+    assert "".join(piece.text for row in rows for piece in row) == "".join(piece.text for piece in pieces)
 
 
 def test_of_tokens_without_text_no_more_are_looked_at_than_of_characters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from rich.cells import cell_len
 
 from grpo_engine.wire.metrics import SampledCompletion
+from grpo_tui.view.logs.folding import CHARACTERS_A_CELL
 from grpo_tui.view.rollouts.state import Tint
 
 ValueT = TypeVar("ValueT")
@@ -131,12 +132,12 @@ def wrapped(pieces: Iterable[Piece], width: int) -> list[list[Piece]]:
                 is_cut = True
                 break
             shown = visible(part)
-            length = len(shown) if shown.isascii() else cell_len(shown)
+            length = _cells(shown)
             if length > room and length <= width:
                 lines.append([])
                 room = width
             for chunk in _chunks(shown, room, width) if length > room else [shown]:
-                size = len(chunk) if chunk.isascii() else cell_len(chunk)
+                size = _cells(chunk)
                 if size > room:
                     lines.append([])
                     room = width
@@ -158,6 +159,13 @@ def _parts(text: str) -> list[str]:
     return [*(f"{part}\n" for part in parts[:-1]), *([parts[-1]] if parts[-1] else [])]
 
 
+def _cells(text: str) -> int:
+    """How wide a text is; a cell for every `CHARACTERS_A_CELL` at least, so that no row has marks without end."""
+    if text.isascii():
+        return len(text)
+    return max(cell_len(text), -(-len(text) // CHARACTERS_A_CELL))
+
+
 def _chunks(text: str, room: int, width: int) -> list[str]:
     """A text that is wider than a line, in pieces that fit: the first into `room`."""
     if text.isascii():
@@ -167,7 +175,7 @@ def _chunks(text: str, room: int, width: int) -> list[str]:
     chunks, used, limit = [""], 0, room
     for letter in text:
         size = cell_len(letter)
-        if used + size > limit:
+        if used + size > limit or len(chunks[-1]) >= CHARACTERS_A_CELL * limit:
             chunks.append("")
             used, limit = 0, width
         chunks[-1] += letter
