@@ -477,7 +477,7 @@ def toml_value(text: str) -> Any:
     """What the text of an override stands for: a value of TOML, and else plain text, as a date, which no setting is."""
     try:
         value = _toml(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or 4,301 digits, or a thousand brackets
         return text
     return text if isinstance(value, datetime.date | datetime.time) else value
 

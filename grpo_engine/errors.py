@@ -16,7 +16,11 @@ A message has three parts: what is wrong with the actual value, where, and what 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+NO_PATTERN = (re.error, OverflowError, RecursionError)
+"""What `re.compile` raises: also for a count above 2^32 or brackets nested a thousand deep."""
 
 
 def first_of(names: Iterable[str], most: int = 8, *, separator: str = ", ") -> str:

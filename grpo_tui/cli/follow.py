@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -14,7 +15,7 @@ from typing import Annotated, BinaryIO, TextIO
 
 import typer
 
-from grpo_engine.errors import GrpoError
+from grpo_engine.errors import NO_PATTERN, GrpoError
 from grpo_engine.wire.run_folder import logged_services, service_log
 from grpo_tui.cli.arguments import RunAndService, note_unsupervised, run_to_read, split
 from grpo_tui.cli.printing import write_line
@@ -101,7 +102,9 @@ def tail(path: Path, count: int, keep: Callable[[bytes], bool], *, with_unfinish
             unfinished = b"" if first.endswith(b"\n") or len(first) > MAX_LINE_BYTES else first
             if unfinished and not with_unfinished:
                 first = b""
-            kept = islice((piece for piece in chain((first,), pieces) if piece and keep(piece)), count)
+            kept = islice(
+                (piece for piece in chain((first,), pieces) if piece and keep(piece)), min(count, sys.maxsize)
+            )
             return Tail(list(kept)[::-1], end, unfinished)
     except FileNotFoundError:
         return Tail([])
@@ -235,8 +238,8 @@ def _report_gap(num_bytes: int) -> None:
 
 def _pattern(grep: str | None) -> re.Pattern[bytes] | None:
     try:
-        return None if grep is None else re.compile(grep.encode())
-    except re.error as error:
+        return None if grep is None else re.compile(os.fsencode(grep))
+    except NO_PATTERN as error:
         raise typer.BadParameter(f"--grep {grep!r} is not a valid regular expression: {error}") from None
 
 

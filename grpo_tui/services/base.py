@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from grpo_engine.config import Config, OfWorkingDirectory, read_file
-from grpo_engine.errors import ConfigError
+from grpo_engine.errors import NO_PATTERN, ConfigError
 from grpo_engine.python_command import module_command
 from grpo_engine.wire.run_folder import policy_folder
 
@@ -113,7 +113,7 @@ class Probe(Config):
             raise ValueError(f"then_http = {self.then_http!r} is requested after http, which is not set: set http too")
         try:
             re.compile(self.log or "")
-        except re.error as error:
+        except NO_PATTERN as error:
             raise ValueError(f"log = {self.log!r} is not a regular expression: {error}") from None
         return self
 
@@ -130,7 +130,7 @@ class ConsoleMetric(Config):
     def _has_a_group(self) -> ConsoleMetric:
         try:
             groups = re.compile(self.pattern).groups
-        except re.error as error:
+        except NO_PATTERN as error:
             raise ValueError(f"{self.pattern!r} is not a regular expression: {error}") from None
         if not groups:
             raise ValueError(f"{self.pattern!r} has no group: put brackets around the number")
@@ -156,7 +156,7 @@ class RestartInPlace(Config):
             raise ValueError("restart_in_place needs one of log and file")
         try:
             re.compile(self.log or "")
-        except re.error as error:
+        except NO_PATTERN as error:
             raise ValueError(f"log = {self.log!r} is not a regular expression: {error}") from None
         return self
 

@@ -109,7 +109,10 @@ def test_an_override_is_read_as_toml_and_otherwise_as_text() -> None:
     assert table == {"a": {"x": 1}}
 
 
-@pytest.mark.parametrize("text", ["1", "0.10", "1e5", "2024-01-31", "0-3,28-31"])
+@pytest.mark.parametrize(
+    "text",
+    ["1", "0.10", "1e5", "2024-01-31", "0-3,28-31", pytest.param("[" * 5000, id="["), pytest.param("9" * 5000, id="9")],
+)
 def test_an_override_of_a_text_may_look_like_a_number(text: str) -> None:
     argv = ["--model", "m", "--set", f"layers={text}"]
     assert parse_flags(Trainer, argv, prog="t", description="").layers == text

@@ -215,7 +215,7 @@ def test_errors_are_selected_without_warnings_and_with_their_indented_lines(tmp_
     assert len(selected(tmp_path, text, level=Level.WARNINGS)) == len(errors) + 1
 
 
-@pytest.mark.parametrize("pattern", ["foo(", "[a", "*", r"a\\("])
+@pytest.mark.parametrize("pattern", ["foo(", "[a", "*", r"a\\(", "a{99999999999}", "(" * 3000])
 def test_an_incomplete_expression_is_reported_as_such(pattern: str) -> None:
     with pytest.raises(InvalidPattern, match="not yet a regular expression"):
         line_tests(Level.ALL, pattern)

@@ -253,6 +253,7 @@ FAULTS: list[tuple[str, list[str], str]] = [
     (commands('a restart = "always"', 'b needs = { a = "finished" }'), [], "services.b.needs.a: never finishes"),
     (commands('a ready = { tcp = "x:1", log = "y" }'), [], "a probe has one of http, tcp, log, file, command"),
     (commands("a ready = { log = '(' }"), [], "log = '(' is not a regular expression"),
+    (commands("a ready = { log = 'a{99999999999}' }"), [], "is not a regular expression: the repetition number is too"),
     (commands("a restart_in_place = { signal = 'SIGHUP' }"), [], "restart_in_place needs one of log and file"),
     (commands("a restart_in_place = { signal = 'SIGHUP', log = 'x', file = 'y' }"), [],
      "restart_in_place needs one of log and file"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
+from grpo_engine.errors import NO_PATTERN
 from grpo_tui.view.logs.structured import readable
 
 _COLOUR = re.compile(rb"\x1b\[[0-9;:]*m")
@@ -189,9 +190,10 @@ def line_test(pattern: str) -> AsShown:
         regex = re.compile(pattern.encode(), re.MULTILINE | (re.IGNORECASE if is_case_blind else 0))
         sure_text = _sure_text(pattern)
         return AsShown(Regex(regex, sure_text.encode()), _words(sure_text))
-    except re.error as error:
-        place = "" if error.pos is None or error.pos >= len(pattern) else f" at {pattern[error.pos]!r}"
-        raise InvalidPattern(f"not yet a regular expression: {error.msg}{place}") from None
+    except NO_PATTERN as error:
+        pos = getattr(error, "pos", None)
+        place = "" if pos is None or pos >= len(pattern) else f" at {pattern[pos]!r}"
+        raise InvalidPattern(f"not yet a regular expression: {getattr(error, 'msg', error)}{place}") from None
 
 
 def _words(text: str) -> tuple[bytes, ...]:
@@ -212,7 +214,7 @@ def marker(pattern: str) -> re.Pattern[str] | None:
         return None
     try:
         return re.compile(pattern, re.IGNORECASE if pattern == pattern.lower() else 0)
-    except re.error:
+    except NO_PATTERN:
         return None
 
 
