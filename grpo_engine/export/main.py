@@ -113,9 +113,10 @@ def _read_marker(checkpoint: Path, files: Mapping[str, BinaryIO]) -> CheckpointM
 def _new_folder(final: Path) -> Iterator[Path]:
     """Within, a folder to write into, which gets the name `final` at the end; on an error it is removed."""
     final = final.absolute()
-    if final.is_dir() and any(final.iterdir()):
+    is_folder = os.path.isdir(final)  # not Path.is_dir: a name of 300 bytes is none
+    if is_folder and any(final.iterdir()):
         raise ConfigError(f"{final}: is not empty, and nothing in it is replaced: choose another folder, or empty it")
-    if final.exists() and not final.is_dir():
+    if os.path.exists(final) and not is_folder:
         raise ConfigError(f"{final}: is a file: choose another folder")
     partial = final.with_name(f".{final.name}.partial")
     claim = _claim(partial)

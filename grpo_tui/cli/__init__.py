@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from grpo_engine.errors import ConfigError, GrpoError
 from grpo_tui.cli.arguments import JoinOption, NewOption, ReadOnlyOption, ThemeOption, second_of
-from grpo_tui.cli.printing import write_line
+from grpo_tui.cli.printing import drop_stdout, open_stdout, write_line
 from grpo_tui.exit_codes import ExitCode
 
 COMMANDS = {
@@ -148,13 +148,21 @@ def _screen(
 def main() -> NoReturn:
     """Run the command line; errors for people go to stderr, with the exit code of their kind."""
     signal.signal(signal.SIGINT, _interrupt)
+    open_stdout()
     try:
-        _check_current_folder()
-        build_app()(prog_name="grpo-tui")
+        try:
+            _check_current_folder()
+            build_app()(prog_name="grpo-tui")
+        finally:
+            sys.stdout.flush()  # as the process exits, its failure would be a traceback
     except GrpoError as error:
         write_line(error, to_stderr=True)
         sys.exit(_exit_code(error))
+    except BrokenPipeError:
+        drop_stdout()
+        sys.exit(ExitCode.FAILED)
     except OSError as error:
+        drop_stdout()
         words = _shortage(error)
         if words is None:
             raise
@@ -164,7 +172,7 @@ def main() -> NoReturn:
 
 
 def _shortage(error: OSError) -> str | None:
-    """What has run out, and what to do, or where something is forbidden; None where something else is wrong."""
+    """What has run out, and what to do, or where something is forbidden or too long; None for any other error."""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
             return f"{error.filename or os.getcwd()}: {error.strerror}: make room, and try again"
@@ -173,7 +181,7 @@ def _shortage(error: OSError) -> str | None:
             return (
                 f"{error.strerror}: the limit is {limit} (ulimit -n): raise it, e.g. by ulimit -n 1024, and try again"
             )
-        case errno.EACCES | errno.EPERM | errno.EROFS if error.filename is not None:
+        case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENAMETOOLONG if error.filename is not None:
             return f"{error.filename}: {error.strerror}"
         case _:
             return None

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 MAX_CELL = 1000
 """Characters: each row is as wide as the widest cell of each column."""
+
+
+def open_stdout() -> None:
+    """Make stdout take every text: a shell may have closed it, and a locale may lack letters of ours."""
+    if getattr(sys, "stdout", None) is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the whole process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as that of stderr
+
+
+def drop_stdout() -> None:
+    """Discard what stdout could not take, which would fail again as the process exits."""
+    with suppress(io.UnsupportedOperation), open(os.devnull, "w") as nothing:  # it is no file
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 def write_line(text: object, *, to_stderr: bool = False, flush: bool = False) -> None:

@@ -6,6 +6,9 @@ import errno
 import json
 import os
 import resource
+import shlex
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -105,7 +108,7 @@ def test_a_low_limit_of_open_files_is_a_message_with_the_limit(
     assert capsys.readouterr().err.startswith("Too many open files: the limit is 8 (ulimit -n): raise it")
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
 def test_a_folder_that_may_not_be_read_or_written_is_a_message_with_its_path(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +119,26 @@ def test_a_folder_that_may_not_be_read_or_written_is_a_message_with_its_path(
     with pytest.raises(SystemExit, match=str(ExitCode.FAILED.value)):
         cli.main()
     assert capsys.readouterr().err == f"logs/sweeps: {os.strerror(number)}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [(">/dev/full", "No space left on device: make room, and try again"), (">&{}", ""), (">&-", "")],
+    ids=["a full disk", "a closed pipe", "closed"],
+)
+def test_output_that_cannot_be_written_ends_no_command_with_a_traceback(
+    output: str, expected: str, tmp_path: Path
+) -> None:
+    code = "import sys; from grpo_tui.cli import main; sys.argv[1:] = ['--version']; main()"
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = f"exec {shlex.join([sys.executable, '-c', code])} {output.format(write_end)}"
+    ended = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, pass_fds=[write_end], check=False
+    )
+    os.close(write_end)
+    assert ended.stderr == (f"{tmp_path}: {expected}\n" if expected else "")
 
 
 def test_a_full_disk_is_a_message_with_the_folder(
