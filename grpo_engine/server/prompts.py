@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,9 +22,9 @@ MAX_LOGPROBS_WITHOUT_TOKEN = 1 << 19
 """Of all tokens that one request may have sampled, where the server has a token and the request has not. One of 5
 million, in 150 bytes, took 1.2 GB, and held the event loop for 6 s while its answer was made."""
 
-MAX_BAD_WORDS_WITHOUT_TOKEN, MAX_BAD_WORD_CHARS_WITHOUT_TOKEN = 1024, 1 << 16
-"""Words that an answer must not have, and their characters: vLLM encodes each on the event loop, and one of 4 MB held
-it for 8 s."""
+MAX_VALUES_WITHOUT_TOKEN, MAX_CHARS_WITHOUT_TOKEN = 1024, 1 << 16
+"""Of a list in a request's sampling parameters, and characters of its texts: vLLM encodes words that an answer must not
+have on the event loop, and one of 4 MB held it for 8 s."""
 
 
 class PromptCodec:
@@ -134,18 +134,18 @@ def check_num_logprobs(
         )
 
 
-def check_bad_words(words: Sequence[str]) -> None:
-    """Refuse a request without the token with words that take long to encode.
+def check_values(name: str, values: Collection[Any]) -> None:
+    """Refuse a request without the token with a list of sampling parameters that takes vLLM long at each token.
 
     Raises:
         DataError: they are too many or too long.
     """
-    num_chars = sum(map(len, words))
-    is_long = len(words) > MAX_BAD_WORDS_WITHOUT_TOKEN or num_chars > MAX_BAD_WORD_CHARS_WITHOUT_TOKEN
+    num_chars = sum(len(each) for each in values if isinstance(each, str))
+    is_long = len(values) > MAX_VALUES_WITHOUT_TOKEN or num_chars > MAX_CHARS_WITHOUT_TOKEN
     if caller().token is Token.WRONG and is_long:
         raise DataError(
-            f"bad_words: {len(words)} of {num_chars} characters; a request without the token of the run may have "
-            f"{MAX_BAD_WORDS_WITHOUT_TOKEN} of {MAX_BAD_WORD_CHARS_WITHOUT_TOKEN}: send fewer"
+            f"{name}: {len(values)} values of {num_chars} characters; a request without the token of the run may have "
+            f"{MAX_VALUES_WITHOUT_TOKEN} of {MAX_CHARS_WITHOUT_TOKEN}: send fewer"
         )
 
 

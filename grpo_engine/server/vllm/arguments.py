@@ -138,6 +138,7 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
         "enforce_eager": config.enforce_eager,
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_num_seqs": config.max_batch_size,
+        "scheduling_policy": "priority",  # that of requests without the token is lower: see `Generations.outputs_of`
         # vLLM's default seed is 0, which gives the same samples after every start.
         "seed": random.SystemRandom().getrandbits(31) if config.seed is None else config.seed,
         "logprobs_mode": f"{config.logprobs_mode}_logprobs",

@@ -76,6 +76,9 @@ _OBJECT_COST = 8
 _GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
 """Constraints of an answer that vLLM compiles, for any time and into any memory: 22 requests of 2.4 MB at most took 2.8
 GB and a core for 40 minutes, and one of 2 kB held all others for 4 s. Any JSON object (`json_object`) is harmless."""
+_OF_OWNERS = ("repetition_detection", "extra_args")
+"""Other parameters that only the run may set. The engine core looks for repetitions after each token, in time with the
+square of the completion (3 s at 16,000 tokens); arguments of plugins have any length, `n` times."""
 _OURS = {
     "/v1/load_lora_adapter": "/lora/load",
     "/v1/unload_lora_adapter": "/lora/unload",
@@ -123,8 +126,8 @@ class GuardedClient:
         return getattr(self._llm, name)
 
 
-def with_grammars_of_owners(generate: Generate) -> Generate:
-    """`generate` that compiles a grammar only for requests with the token, where there is one.
+def with_constraints_of_owners(generate: Generate) -> Generate:
+    """`generate` that takes a grammar, and what else takes long, only of requests with the token, where there is one.
 
     Routes and versions of vLLM write a grammar differently, and tools become one; here they are all the same.
     """
@@ -133,6 +136,9 @@ def with_grammars_of_owners(generate: Generate) -> Generate:
         asked = getattr(sampling_params, "structured_outputs", None)
         if caller().token is Token.WRONG and any(getattr(asked, name, None) is not None for name in _GRAMMARS):
             raise HTTPException(401, f"a schema, grammar or choice of answers: {TOKEN_REQUIRED}", TOKEN_HEADERS)
+        others_set = [name for name in _OF_OWNERS if getattr(sampling_params, name, None) is not None]
+        if caller().token is Token.WRONG and others_set:
+            raise HTTPException(401, f"{', '.join(others_set)}: {TOKEN_REQUIRED}", TOKEN_HEADERS)
         return generate(prompt, sampling_params, *args, **others)
 
     return checked
@@ -198,7 +204,7 @@ async def stock_app(
         arguments: with which `llm` was created.
     """
     app, init_app_state = await asyncio.to_thread(_build_app, llm, config, arguments)
-    await init_app_state(GuardedClient(llm, with_grammars_of_owners(generate)), app.state, app.state.args, _TASKS)
+    await init_app_state(GuardedClient(llm, with_constraints_of_owners(generate)), app.state, app.state.args, _TASKS)
     return StockApp(app)
 
 

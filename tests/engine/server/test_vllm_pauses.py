@@ -18,7 +18,10 @@ from grpo_engine.server import prompts
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineStalled, EngineUnavailable, WeightsBusy
 from grpo_engine.server.vllm import engine as vllm_engine
+from grpo_engine.server.vllm import generations
 from grpo_engine.server.vllm.engine import VllmEngine
+from grpo_engine.server.vllm.generations import _VALUES
+from grpo_engine.server.vllm.stock import _OF_OWNERS
 from grpo_engine.serving.access import Caller, Token
 from grpo_engine.wire.inference import GenerateRequest
 
@@ -250,7 +253,7 @@ async def test_an_adapter_on_weights_that_are_not_complete_is_refused_and_unload
     assert engine._generations.lock.read().is_writing is not is_trainer_alive
 
 
-async def test_vllms_routes_refuse_millions_of_log_probabilities_and_long_bad_words_without_the_token(
+async def test_vllms_routes_refuse_millions_of_log_probabilities_and_long_lists_without_the_token(
     engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, "caller", lambda: Caller(token=Token.WRONG))
@@ -259,6 +262,8 @@ async def test_vllms_routes_refuse_millions_of_log_probabilities_and_long_bad_wo
         ({"max_tokens": None, "logprobs": -1}, 524288),
         ({"max_tokens": 1, "bad_words": ["a" * 65537]}, 1024),
         ({"max_tokens": 1, "bad_words": ["a"] * 1025}, 1024),
+        ({"max_tokens": 1, "stop_token_ids": [7] * 500_000}, 1024),
+        ({"max_tokens": 1, "logit_bias": dict.fromkeys(range(1025), 1.0)}, 1024),
     ):
         with pytest.raises(DataError, match=f"without the token of the run may have {most}"):
             await anext(engine.guarded({"prompt_token_ids": [1]}, SimpleNamespace(n=4096, **asked), "r"))
@@ -266,6 +271,34 @@ async def test_vllms_routes_refuse_millions_of_log_probabilities_and_long_bad_wo
     stream = engine.guarded({"prompt_token_ids": [1]}, SimpleNamespace(n=8, max_tokens=60, logprobs=20), "r")
     await anext(stream)
     await stream.aclose()
+
+
+def test_every_list_of_vllms_sampling_parameters_is_bounded_without_the_token() -> None:
+    from vllm import SamplingParams
+
+    kinds = {name: str(kind) for name, kind in SamplingParams.__annotations__.items() if not name.startswith("_")}
+    lists = {name for name, kind in kinds.items() if any(word in kind for word in ("list", "dict", "set", "array"))}
+    assert lists - {*_VALUES, *_OF_OWNERS} == set()
+
+
+@pytest.mark.parametrize(("token", "priority"), [(Token.WRONG, 1), (Token.RIGHT, -5)])
+async def test_requests_without_the_token_have_a_lower_priority_whatever_they_ask_for(
+    engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch, token: Token, priority: int
+) -> None:
+    """One of 64 completions of 2,000 tokens filled the KV cache, and a request of the run waited for 300 s."""
+    monkeypatch.setattr(generations, "caller", lambda: Caller(token=token))
+    given: list[Any] = []
+    run = llm.generate
+
+    def generate(*args: Any, **others: Any) -> Any:
+        given.append(others.pop("priority"))
+        return run(*args, **others)
+
+    monkeypatch.setattr(llm, "generate", generate)
+    stream = engine.guarded({"prompt_token_ids": [1]}, SimpleNamespace(n=1, max_tokens=1), "r", priority=-5)
+    await anext(stream)
+    await stream.aclose()
+    assert given == [priority]
 
 
 async def test_a_client_that_disconnects_from_a_stream_releases_everything(engine: VllmEngine, llm: Llm) -> None:
