@@ -60,6 +60,8 @@ async def test_repetitions_are_searched_for_only_in_requests_with_the_token_wher
             answer = await client.post("/v1/completions", json={name: {"max_pattern_size": 9000, "min_count": 2}})
             assert answer.status_code == status
             assert status == 200 or f"{name}: this route requires a token" in answer.text
+            empty = await client.post("/v1/completions", json={name: {}})
+            assert empty.status_code == 200  # vLLM's `/v1/responses` sets `extra_args` so
 
 
 @pytest.mark.vllm

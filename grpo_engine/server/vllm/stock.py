@@ -136,7 +136,7 @@ def with_constraints_of_owners(generate: Generate) -> Generate:
         asked = getattr(sampling_params, "structured_outputs", None)
         if caller().token is Token.WRONG and any(getattr(asked, name, None) is not None for name in _GRAMMARS):
             raise HTTPException(401, f"a schema, grammar or choice of answers: {TOKEN_REQUIRED}", TOKEN_HEADERS)
-        others_set = [name for name in _OF_OWNERS if getattr(sampling_params, name, None) is not None]
+        others_set = [name for name in _OF_OWNERS if getattr(sampling_params, name, None)]  # `/v1/responses` sets `{}`
         if caller().token is Token.WRONG and others_set:
             raise HTTPException(401, f"{', '.join(others_set)}: {TOKEN_REQUIRED}", TOKEN_HEADERS)
         return generate(prompt, sampling_params, *args, **others)
