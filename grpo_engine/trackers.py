@@ -21,6 +21,10 @@ from grpo_engine.wire.secrets import masked_settings
 log = logging.getLogger(__name__)
 
 
+MAX_REASON_CHARACTERS = 1000
+"""Of what a tracker, or its server, says of a failure."""
+
+
 class Tracker(Protocol):
     """A destination of metrics."""
 
@@ -66,6 +70,7 @@ class FaultTolerant:
 
     def close(self) -> None:
         """Close the tracker, also after a failure: earlier metrics may still be sent."""
+        log.info("waiting until %s has sent its metrics", self._name)  # for as long as its library waits for a server
         self._try(self._tracker.close, "at the end")
 
     def _try(self, call: Callable[[], None], when: str) -> None:
@@ -78,7 +83,7 @@ class FaultTolerant:
                     self._name,
                     when,
                     type(error).__name__,
-                    error,
+                    str(error)[:MAX_REASON_CHARACTERS],
                     self._instead,
                 )
             self._has_failed = True

@@ -45,6 +45,13 @@ class FailingTracker:
         raise ConnectionError("still no route")
 
 
+class LongReason(FailingTracker):
+    """Fails with the whole answer of a server."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        raise ConnectionError("x" * 1_000_000)
+
+
 def record(folder: Path, kept: list[Tracker], steps: list[dict[str, float]] = STEPS, *, first: int = 1) -> None:
     with Recorder(folder, total_steps=9, show_times=False, trackers=kept) as recorder:
         for step, metrics in enumerate(steps, start=first):
@@ -67,6 +74,14 @@ def test_a_tracker_that_fails_is_logged_once_gets_no_more_steps_and_ends_nothing
         "wandb failed at step 2 and gets no more metrics (ConnectionError: no route to host)"
     ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_of_a_long_reason_of_a_tracker_the_beginning_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        record(tmp_path, [FaultTolerant("wandb", LongReason(), instead="x")])
+    assert len(caplog.text) < 2000
 
 
 @pytest.mark.parametrize(
