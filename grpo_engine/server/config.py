@@ -32,6 +32,9 @@ class ServerConfig(Config):
     allow_without_token: bool = False
     """Require no token, also under a supervisor: for stock trainers. Every user of this machine can then change the
     served weights."""
+    sampling_needs_token: bool = False
+    """Answer `/generate`, `/v1` and all else but `/health` and `/metrics` with the token only: nobody but the run then
+    uses the GPU. Stock clients send it as their API key."""
     port: int = Field(9001, ge=0, le=65535)
     """Port to listen on; 0 chooses a free one."""
     dtype: DtypeName = "bfloat16"
@@ -119,6 +122,8 @@ class ServerConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.sampling_needs_token and self.allow_without_token:
+            raise ValueError("sampling_needs_token with allow_without_token: leave one of them out")
         if self.handover is not None and self.shared_weights:
             raise ValueError(
                 "handover with shared_weights: shared weights are adopted from memory, not from checkpoints; leave "

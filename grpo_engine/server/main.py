@@ -34,7 +34,12 @@ from grpo_engine.serving.listening import ListeningServer, take_port
 from grpo_engine.serving.reporting import Reporter, Waiting
 from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import find_token
-from grpo_engine.wire.environment_variables import FORK_SERVER_VARIABLE, RUN_FOLDER_VARIABLE
+from grpo_engine.wire.environment_variables import (
+    FORK_SERVER_VARIABLE,
+    RUN_FOLDER_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+)
 from grpo_engine.wire.log_lines import WAITING_FOR_WEIGHTS
 from grpo_engine.wire.run_folder import HANDOVER_IN_STEP
 from grpo_engine.wire.supervisor import WaitsFor
@@ -57,6 +62,8 @@ def run(config: ServerConfig) -> int:
     config = with_environment(config, os.environ)
     if config.awaits_handover and config.handover is None:
         raise ConfigError("--awaits-handover without --handover: name the folder of the parameter service")
+    if config.sampling_needs_token and find_token(os.environ) is None:
+        raise ConfigError(f"--sampling-needs-token, and there is none: set ${TOKEN_FILE_VARIABLE} or ${TOKEN_VARIABLE}")
     check_engine(config)
     begin_in_turn(partial(prepare, config), os.environ)
     listener = take_port(config.host, config.port, os.environ)

@@ -116,7 +116,10 @@ class Inference(Service, OfPolicy, ServerConfig):
             env=environment,
             restart_in_place=in_place,
             **of_machine,
-            access=access_text(allow_without_token=self.allow_without_token, routes="/bridge, /lora"),
+            access=access_text(
+                allow_without_token=self.allow_without_token,
+                routes="all but /health and /metrics" if self.sampling_needs_token else "/bridge, /lora",
+            ),
             ports=(self.port, *self.ports),
             gpu_memory_share=self.demanded_share,
             ready=self.ready or Probe(http=health, within_s=READY_WITHIN_S, stalled_s=STALLED_S),

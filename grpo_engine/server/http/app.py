@@ -39,6 +39,8 @@ from grpo_engine.wire.inference import GenerateRequest, LogprobsMode
 
 BODIES_AT_ONCE = 4
 """Of the longest that are accepted; more wait, so that unfinished ones do not add up in memory."""
+OPEN_PATHS = frozenset({"/health", "/metrics"})
+"""Answered without the token also where sampling needs it."""
 VERSION_HEADER = b"x-policy-version"
 """Policy version in answers of the engine's own routes, when the answer, or the first chunk of a stream, was sent."""
 
@@ -76,7 +78,9 @@ def create_app(service: Service) -> FastAPI:
         AccessControl,
         host=service.config.host,
         token=service.token,
-        needs_token=lambda path: path.startswith(("/bridge/", "/lora/")),
+        needs_token=lambda path: (
+            path not in OPEN_PATHS if service.config.sampling_needs_token else path.startswith(("/bridge/", "/lora/"))
+        ),
         allowed_origins=lambda: _allowed_origins(service.config),
     )
     engine, answers = service.engine, AnswerMaker()

@@ -65,6 +65,22 @@ def some_routes() -> FastAPI:
     return app
 
 
+async def test_where_sampling_needs_the_token_nothing_but_health_and_metrics_is_answered_without_it() -> None:
+    """Other users of the machine found one way after another to hold vLLM by requests of theirs."""
+    routes = FastAPI()
+    paths = ("/v1/models", "/v1/completions", "/tokenize", "/metrics")
+    for path in paths:
+        routes.add_api_route(path, lambda: "answered", methods=["GET", "POST"])
+    config = ServerConfig(model_name="m", sampling_needs_token=True)
+    app = create_app(Service(engine=SomeEngine(routes), config=config, instance="i", token="t"))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app, client=(HERE, 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001") as client:
+        for headers, status in (({}, 401), ({"Authorization": "Bearer t"}, 200)):
+            found = [(await client.get(path, headers=headers)).status_code for path in paths]
+            assert found == [status, status, status, 200]
+        assert (await client.post("/generate", json={"prompt": "a"})).status_code == 401
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/anything"])
 async def test_a_loading_engine_answers_503(path: str) -> None:
     async with client_of(SomeEngine(None)) as client:
