@@ -118,10 +118,10 @@ def _new_folder(final: Path) -> Iterator[Path]:
         raise ConfigError(f"{final}: is not empty, and nothing in it is replaced: choose another folder, or empty it")
     if os.path.exists(final) and not is_folder:
         raise ConfigError(f"{final}: is a file: choose another folder")
-    partial = final.with_name(f".{final.name}.partial")
-    claim = _claim(partial)
-    ours = Path(f"/proc/{os.getpid()}/fd/{claim}")  # also where another user has put a folder of links in its place
+    partial, claim = final.with_name(f".{final.name}.partial"), None
     try:
+        claim = _claim(partial)
+        ours = _of_descriptor(claim)
         _empty(ours)  # of an export that was killed
         yield ours
         if not os.path.samestat(partial.lstat(), os.fstat(claim)):
@@ -132,13 +132,21 @@ def _new_folder(final: Path) -> Iterator[Path]:
         partial.rename(final)
     except BaseException as error:
         with suppress(OSError):
-            _empty(ours)
-            partial.rmdir()
+            if claim is not None:
+                _empty(_of_descriptor(claim))
+            if claim is not None or not isinstance(error, Exception):  # interrupted once it was made
+                partial.rmdir()
         if not isinstance(error, OSError):
             raise
         raise CheckpointError(f"{final}: cannot be written: {error}; make room, or choose another folder") from error
     finally:
-        os.close(claim)
+        if claim is not None:
+            os.close(claim)
+
+
+def _of_descriptor(claim: int) -> Path:
+    """The folder, also where another user has put one of links in its place."""
+    return Path(f"/proc/{os.getpid()}/fd/{claim}")
 
 
 def _empty(folder: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_engine.bridges.transport.saving import save_model
 from grpo_engine.errors import CheckpointError, ConfigError, ModelError
 from grpo_engine.export.config import ExportConfig
-from grpo_engine.export.main import run
+from grpo_engine.export.main import _new_folder, run
 from grpo_engine.export.model import add_generation_config
 from grpo_engine.flags import parse_flags, to_flags
 from grpo_engine.models.config import DtypeName, LoraSettings
@@ -266,3 +266,16 @@ def test_the_generation_config_of_a_model_in_the_cache_of_the_hub_is_a_link_that
     with pytest.raises(CheckpointError):
         add_generation_config(exported, marker)
     assert "SECRET" not in (exported / "generation_config.json").read_text()
+
+
+def test_an_export_that_is_interrupted_as_it_makes_its_folder_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt), _new_folder(tmp_path / "model"):
+        pass
+    monkeypatch.undo()
+    assert not os.listdir(tmp_path)

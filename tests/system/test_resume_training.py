@@ -22,6 +22,7 @@ from workplace import PYTHON, Workplace
 
 from grpo_engine.wire.run_folder import checkpoint_steps
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES
+from grpo_tui.client.local import look_at
 from grpo_tui.supervisor.keeper.proc import below, send_signal
 from grpo_tui.supervisor.keeper.proc import living as all_processes
 
@@ -152,7 +153,8 @@ def kill(place: Workplace, run: str, *, everything: bool) -> None:
     os.kill(status["supervisor"]["pid"], signal.SIGKILL)
     for each in keepers:
         send_signal(each, signal.SIGKILL)
-    until_within(lambda: not place.survivors())
+    # Not by markers alone: that of a process that is being killed cannot be read, and it still has its locks.
+    until_within(lambda: not place.survivors() and not look_at(place.folder / "logs" / run).is_live)
 
 
 def test_neither_kills_nor_a_way_back_change_the_curve_or_the_weights(place: Workplace) -> None:
