@@ -100,7 +100,7 @@ def _compiled_modules() -> Iterator[Finding]:
             yield Finding(
                 id="bytecode",
                 severity="warning",
-                text="torch has no compiled modules, and Python keeps none: each service compiles them anew",
+                text="torch has no compiled modules, and Python may keep none: each service compiles them as it starts",
                 hint=f"python -m compileall -q -j 0 {folder.parent}",
             )
 
