@@ -129,7 +129,6 @@ class Agent:
         """When each answer was sent that the broker has not confirmed."""
         self._is_ending = False
         self._limits: dict[Path, int] = {}
-        self._log_capper = LogCapper(self._limits)
         self._relay: Relay | None = None
         """Where the run uses machines of several addresses."""
         self._watches: set[asyncio.Task[None]] = set()
@@ -138,11 +137,11 @@ class Agent:
         """Serve until it is told to end, or nobody needs it any more."""
         server = await asyncio.start_unix_server(self._serve, self._folder / "agent.sock", limit=MAX_LINE_BYTES)
         reports = await asyncio.start_unix_server(self._take_report, self._reports_socket, limit=MAX_LINE_BYTES)
+        capping = asyncio.create_task(LogCapper(self._limits).run(), name="log capper")
         try:
             while not self._is_ending and (reason := self._why_to_end()) is None:
                 await asyncio.sleep(CHECK_S)
                 await asyncio.to_thread(kill_adopted)
-                await self._cap_logs()
             if not self._is_ending:
                 log.warning("%s: every service on this machine is ended", reason)
                 await self._end()
@@ -151,6 +150,7 @@ class Agent:
                     with suppress(OSError):  # it is cut off from that too, or the folder was removed
                         await asyncio.to_thread(write_atomically, note, f"{reason}\n".encode(), mode=0o600)
         finally:
+            capping.cancel()
             server.close()
             reports.close()
 
@@ -164,11 +164,6 @@ class Agent:
         if time.monotonic() - self._lease_from_s > LEASE_S:
             return f"the broker of the run has not asked for {LEASE_S:g} s"
         return None
-
-    async def _cap_logs(self) -> None:
-        self._log_capper.look()
-        for path in self._log_capper.too_long():
-            await asyncio.to_thread(self._log_capper.cap, path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request."""
