@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from grpo_engine.compilers import CODE_CACHES
 from grpo_engine.config import Config, ConfigT
 from grpo_engine.errors import BridgeError, GrpoError, ModelError
 from grpo_engine.flags import flags_of, parse_flags
@@ -43,9 +44,6 @@ FINAL_ERROR = 2
 
 COMPILE = frozenset({"server", "train", "launch", "check", "reference"})
 """Commands in which torch may compile code."""
-COMPILED_CODE = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Variables of the folders in which it is kept, and their names. Where the second is not set, inductor sets it once it
-compiles something: a process that found all its code compiled looked for our own kernels elsewhere."""
 USER_CODE = frozenset({"env", "atropos-env"})
 """Commands that run code of the user, whose child processes find modules as they always do."""
 
@@ -120,13 +118,13 @@ def _close_to_others(name: str) -> None:
         os.environ["PYTHONSAFEPATH"] = "1"
     if name not in COMPILE:
         return
-    for variable, kind in COMPILED_CODE.items():
+    for variable, kind in CODE_CACHES.items():
         if variable not in os.environ:
             os.environ[variable] = str(_compiled_code(kind))
 
 
 def _compiled_code(kind: str) -> Path:
-    """Where it is kept, as `settle_environment` of vLLM has it; of this process without a home of ours."""
+    """Where one kind is kept, as `settle_environment` of vLLM has it; of this process without a home of ours."""
     from grpo_engine.models.local import cache_folder
 
     with suppress(OSError, RuntimeError, ModelError):

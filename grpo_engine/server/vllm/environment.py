@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, MutableMapping
 
+from grpo_engine.compilers import CODE_CACHES
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.local import cache_folder
 from grpo_engine.server.config import ServerConfig
@@ -36,8 +37,8 @@ def settle_environment(config: ServerConfig, environment: MutableMapping[str, st
     environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     caches = cache_folder(environment)
     environment.setdefault("VLLM_CACHE_ROOT", str(caches / "vllm"))
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor"))  # else in /tmp
-    environment.setdefault("TRITON_CACHE_DIR", str(caches / "triton"))
+    for variable, folder in CODE_CACHES.items():  # else in /tmp
+        environment.setdefault(variable, str(caches / folder))
     if config.enable_lora and _NO_LAUNCH_OVERLAP not in environment and _has_blackwell(environment):
         # Grid dependency control in vLLM's adapter kernels (PDL): Triton fails to compile it for Blackwell.
         environment[_NO_LAUNCH_OVERLAP] = "1"
