@@ -28,7 +28,7 @@ from grpo_engine.models.lora import adapter_tensors
 from grpo_engine.models.merged_lora import merged_weights
 from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CheckpointMarker, open_regular
-from grpo_engine.wire.codec import open_file, read_whole, require_written
+from grpo_engine.wire.codec import open_file, read_whole, require_written, shortened
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
@@ -40,11 +40,16 @@ NUM_TOKENS = 8
 PROMPT = "1 + 1 ="
 MAX_PROMPT_CHARS = 4096
 """Of the prompt in the chat template; the time and memory of the check grow with it."""
+MAX_ANSWER_CHARS = 1000
+"""Shown of what was sampled."""
 RENDER_S, RENDER_BYTES = 10, 1 << 30
 """Time and memory that a chat template may take."""
 TRIAL_CPU_S, TRIAL_BYTES = 20, 4 << 30
 """What tokenizer and settings of the model may take of CPU and memory before anything is loaded. The tokenizer of the
 largest vocabularies takes some seconds; memory is address space, of which each thread reserves 64 MiB."""
+SAMPLE_S, SAMPLE_BYTES = 60, 4 << 30
+"""Time that sampling may take for each GiB of the model that has begun, and its memory on a CPU beside as much again as
+the model: settings that no tensor shows, as the length of a chunk or the number of hashes, multiply both."""
 MAX_SPARE_ELEMENTS = 1 << 26
 """Of what a model has beside the stored tensors: frequencies of positions, masks, and those that are missing, which are
 named as it is loaded."""
@@ -171,11 +176,43 @@ def check(folder: Path, device: str) -> str:
     # Beams and processors of the folder's own may take any memory, and PEFT reads them from the base model.
     model.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
     prompt = _prompt(tokenizer).to(device)
-    if not torch.isfinite(model(**prompt).logits).all():
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    most_bytes = SAMPLE_BYTES + size if device == "cpu" else resource.RLIM_INFINITY
+    try:
+        with _limited(SAMPLE_S * (1 + (size >> 30)), most_bytes):
+            is_finite = bool(torch.isfinite(model(**prompt).logits).all())
+            sampled = model.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False)
+    except Exception as error:  # layers raise anything at settings that do not fit, or for want of memory
+        raise ModelError(
+            f"the exported model samples nothing: {type(error).__name__}: {shortened(str(error))}; is its config.json "
+            "that of its tensors?"
+        ) from error
+    if not is_finite:
         raise ModelError("the exported model's logits are not finite: export another checkpoint (--step)")
-    sampled = model.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False)
-    answer = tokenizer.decode(sampled[0, prompt["input_ids"].shape[1] :])
+    answer = _decoded(tokenizer, sampled[0, prompt["input_ids"].shape[1] :].tolist())
     return f"it loads, and answers {PROMPT!r} with {answer!r}"
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    """The beginning of a text, decoded in a process with limits: replacements of a decoder multiply it, too.
+
+    Raises:
+        ModelError: it takes more than `TRIAL_CPU_S` or `TRIAL_BYTES`, or raises an error.
+    """
+    reading, writing = os.pipe()
+
+    def decode() -> int:
+        os.write(writing, tokenizer.decode(tokens)[:MAX_ANSWER_CHARS].encode(errors="replace"))
+        return 0
+
+    with open(reading, "rb") as answer:
+        try:
+            code = _try(decode)
+        finally:
+            os.close(writing)
+        if code:
+            raise ModelError("the exported model samples tokens that its tokenizer does not decode")
+        return answer.read().decode()
 
 
 def require_base(marker: CheckpointMarker) -> None:
@@ -209,7 +246,12 @@ def _try_small_parts(folder: Path) -> None:
     _try(partial(_trial, folder))
 
 
-def _try(trial: Callable[[], int]) -> None:
+def _try(trial: Callable[[], int]) -> int:
+    """Do it in a process with limits; returns its exit code.
+
+    Raises:
+        ModelError: it takes more than `TRIAL_CPU_S` or `TRIAL_BYTES`, or finds a model larger than its tensors.
+    """
     child = os.fork()
     if not child:
         code = _FAILED
@@ -229,8 +271,9 @@ def _try(trial: Callable[[], int]) -> None:
     if code == _TOO_LARGE or code < 0:
         raise ModelError(
             f"the exported model does not load: its tokenizer or config.json takes more than {TRIAL_CPU_S} s of CPU or "
-            f"{TRIAL_BYTES >> 30} GiB before any tensor is loaded: the checkpoint is damaged"
+            f"{TRIAL_BYTES >> 30} GiB: the checkpoint is damaged"
         )
+    return code
 
 
 _FAILED, _UNLIKE, _TOO_LARGE = 1, 2, 3
@@ -293,11 +336,11 @@ def _prompt(tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
     if tokenizer.chat_template:
         message = [{"role": "user", "content": PROMPT}]
         try:
-            with _limited():
+            with _limited(RENDER_S, RENDER_BYTES):
                 text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
             if len(text) > MAX_PROMPT_CHARS:
                 raise TemplateError(f"{len(text):,} characters, and at most {MAX_PROMPT_CHARS:,} are sampled from")
-        except (TemplateError, MemoryError) as error:
+        except (TemplateError, TimeoutError, MemoryError) as error:
             why = str(error) or "it needs too much memory"
             log.warning("the chat template renders no single question (%s); checked with plain text", why)
             text = PROMPT
@@ -305,28 +348,29 @@ def _prompt(tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
 
 
 @contextmanager
-def _limited() -> Iterator[None]:
-    """Within, a template has so much time and memory: its loops and products may be somebody else's work.
+def _limited(seconds: int, num_bytes: int) -> Iterator[None]:
+    """Within, this process has so much time, and so much memory further: what it computes may be somebody else's work.
 
     Raises:
-        TemplateError: it took longer.
+        TimeoutError: it took longer.
     """
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise TemplateError(f"it takes longer than {RENDER_S} s")
+        raise TimeoutError(f"it takes longer than {seconds} s")
 
-    used = _address_space()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = [limit for limit in (used + RENDER_BYTES, soft, hard) if limit != resource.RLIM_INFINITY]
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = num_bytes if num_bytes == resource.RLIM_INFINITY else used + num_bytes
+    most = [limit for limit in (wanted, soft, hard) if limit != resource.RLIM_INFINITY]
     before = signal.signal(signal.SIGALRM, stop)
-    resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
-    signal.alarm(RENDER_S)
+    resource.setrlimit(resource.RLIMIT_DATA, (min(most, default=resource.RLIM_INFINITY), hard))
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again: a library may catch the first
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _load_exported(folder: Path, device: str) -> PreTrainedModel:

@@ -27,10 +27,10 @@ def test_the_check_of_an_export_uses_plain_text_where_the_template_has_no_end(
     template: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(export, "RENDER_S", 1)
-    before = (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM))
+    before = (resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGALRM))
     tokenizer: Any = tiny_tokenizer()
     tokenizer.chat_template = template
     prompt = export._prompt(tokenizer)
     assert tokenizer.decode(prompt["input_ids"][0]) == tokenizer.decode(tokenizer(export.PROMPT)["input_ids"])
     assert why in caplog.text
-    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)) == before
+    assert (resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGALRM)) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,10 +15,13 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 from serving import save_tiny_model
+from tokenizers import Regex, decoders
+from transformers import LlamaForCausalLM
 
 from grpo_engine.errors import CheckpointError, ModelError
 from grpo_engine.export import model as export
 from grpo_engine.export.main import _opened
+from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
 from grpo_engine.wire.checkpoints import CheckpointMarker
 
 
@@ -52,6 +56,34 @@ def test_a_tokenizer_that_multiplies_a_text_is_refused_within_its_limits(
     folder = changed("tokenizer.json", normalizer={"type": "Sequence", "normalizers": replacements})
     with pytest.raises(ModelError, match="takes more than 1 s of CPU or 4 GiB"):
         export.check(folder, "cpu")
+
+
+def test_what_was_sampled_is_decoded_in_a_process_with_limits_and_its_beginning_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer: Any = tiny_tokenizer()
+    any_letter = decoders.Replace(Regex("."), "a" * 100)
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([any_letter] * 2)
+    assert export._decoded(tokenizer, [49]) == "a" * 1000
+    monkeypatch.setattr(tokenizer, "decode", lambda _: str(resource.getrlimit(resource.RLIMIT_CPU)[0]))
+    assert export._decoded(tokenizer, [49]) == str(export.TRIAL_CPU_S)
+    monkeypatch.setattr(tokenizer, "decode", lambda _: 1 / 0)
+    with pytest.raises(ModelError, match="tokens that its tokenizer does not decode"):
+        export._decoded(tokenizer, [49])
+
+
+def test_a_model_that_fails_for_want_of_memory_or_takes_too_long_is_refused(
+    changed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(how: Callable[[], object]) -> None:
+        monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: how())
+        export.check(changed("config.json"), "cpu")
+
+    with pytest.raises(ModelError, match=r"samples nothing: .*allocate memory"):  # as 40,000 in `chunk_size` of Mamba 2
+        take(lambda: torch.empty(5 << 30, dtype=torch.uint8))
+    monkeypatch.setattr(export, "SAMPLE_S", 0.1)
+    with pytest.raises(ModelError, match="samples nothing: TimeoutError: it takes longer than"):
+        take(lambda: sum(1 for _ in iter(int, 1)))  # as a million in `num_hashes` of a Reformer
 
 
 def test_the_base_of_an_adapter_is_tried_as_a_whole_model_is(changed: Callable[..., Path]) -> None:
