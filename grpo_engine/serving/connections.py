@@ -8,7 +8,7 @@ import logging
 import resource
 import time
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,6 +41,10 @@ MAX_PIPELINED = 9
 and parses a read of 256 KiB at once, which may be 6000 of them. h11 queues none."""
 MAX_WITHOUT_TOKEN = 2048
 """Connections whose last request lacked the token of a service that has one."""
+TURNS = 16
+TURNS_EVERY_S = 0.02
+"""In which so many connections that lack the token may go on to their next request; the others wait, unread. Beside
+2,048 that had one at all times, a request of the run waited for as many answers in each round of the event loop."""
 WARN_EVERY_S = 60.0
 """Of each warning of uvicorn: it has one for every malformed request, and a client could fill a disk with them. So with
 tracebacks of requests at which vLLM's routes fail, 6 kB each."""
@@ -101,6 +105,8 @@ class Strangers:
             kind: OrderedDict() for kind in kinds
         }
         """Each in the order in which they became so: idle ones before those with a request that is being answered."""
+        self._turns = TURNS
+        self._waiting: deque[LimitedProtocol] = deque()
 
     def put(self, connection: LimitedProtocol, *, is_busy: bool) -> None:
         """It is one, and now the newest of its kind."""
@@ -111,6 +117,26 @@ class Strangers:
         """It has shown the token, or is closed."""
         for each in self._kinds.values():
             each.pop(connection, None)
+
+    def take_turn(self, connection: LimitedProtocol) -> None:
+        """Read its next request, at once or in its turn."""
+        if self._turns == TURNS:
+            connection.loop.call_later(TURNS_EVERY_S, self._renew_turns, connection.loop)
+        if self._turns:
+            self._turns -= 1
+        else:
+            connection.flow.pause_reading()
+            self._waiting.append(connection)
+
+    def _renew_turns(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._turns = TURNS
+        while self._waiting and self._turns:
+            connection = self._waiting.popleft()
+            if not connection.transport.is_closing():
+                connection.flow.resume_reading()
+                self._turns -= 1
+        if self._turns < TURNS:
+            loop.call_later(TURNS_EVERY_S, self._renew_turns, loop)
 
     def num_wrong(self) -> int:
         """Those with a request that lacked the token of a service that has one."""
@@ -224,6 +250,8 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         self._answering = following or self._answering
         if following is None and self.token is not Token.RIGHT and self in self.connections:
             self._strangers.put(self, is_busy=False)
+            if self.token is Token.WRONG and not self.transport.is_closing():
+                self._strangers.take_turn(self)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what came; a request before it is not answered any more."""

@@ -5,10 +5,12 @@ Between the two, which may be minutes of imports, no other process can take it, 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -16,9 +18,17 @@ import uvicorn
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.processes import raise_descriptor_limit
-from grpo_engine.serving.connections import LimitedProtocol, SomeWarnings
+from grpo_engine.serving.connections import LimitedProtocol, SomeWarnings, max_connections
 from grpo_engine.wire.environment_variables import LISTENER_VARIABLE
 from grpo_engine.wire.tcp_sockets import listening_sockets, who_has
+
+MAX_ACCEPTED = 64
+"""Connections that are accepted in one round of the event loop; fewer, where the process may have few descriptors.
+
+libuv 1.52 accepts one in each round: beside 3,500 connections of one client, each with a request at all times, a new
+one waited for more than 60 s."""
+ACCEPT_AGAIN_S = 0.1
+"""After one that could not be accepted, for want of descriptors or memory."""
 
 
 def take_port(host: str, port: int, environment: MutableMapping[str, str] | None = None) -> socket.socket:
@@ -67,6 +77,7 @@ class ListeningServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(config)
         self._listener = listener
+        self._accepted: set[asyncio.Task[None]] = set()
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal."""
@@ -85,8 +96,11 @@ class ListeningServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and log the address, which uvicorn does not do for a socket that it was given."""
         _allow_reuse(self._listener, True)  # for the process that has the port after this one
-        await super().startup(sockets)
+        await super().startup([])
         if self.started:
+            self._listener.listen(self.config.backlog)
+            self._listener.setblocking(False)
+            self._accept_from_now_on()
             host, port = self._listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             scheme = "https" if self.config.is_ssl else "http"
@@ -95,8 +109,37 @@ class ListeningServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new connections, also where a fork server has the socket open, and answer those that are there."""
+        asyncio.get_running_loop().remove_reader(self._listener)
         refuse_connections(self._listener)
         await super().shutdown(sockets)
+
+    def _accept_from_now_on(self) -> None:
+        if not self.should_exit:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Accept the connections that wait."""
+        loop = asyncio.get_running_loop()
+        for _ in range(max(1, min(MAX_ACCEPTED, max_connections() // 16))):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:
+                loop.remove_reader(self._listener)
+                loop.call_later(ACCEPT_AGAIN_S, self._accept_from_now_on)
+                return
+            task = loop.create_task(self._take(connection))
+            self._accepted.add(task)
+            task.add_done_callback(self._accepted.discard)
+
+    async def _take(self, connection: socket.socket) -> None:
+        protocol: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        made = partial(protocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(made, connection, ssl=self.config.ssl)
+        except OSError:  # it is closed already, or no TLS
+            connection.close()
 
 
 def plain_server(application: Any, listener: socket.socket, *, log_level: str) -> ListeningServer:

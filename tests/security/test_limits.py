@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -15,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import uvloop
 from fastapi import FastAPI
 from forked import start_forked
 from limited_service import CHUNKED, MIB, app, limited
@@ -41,6 +44,7 @@ from grpo_engine.serving import connections
 from grpo_engine.serving.access import AccessControl
 from grpo_engine.serving.bodies import BodyLimits
 from grpo_engine.serving.connections import LimitedProtocol
+from grpo_engine.serving.listening import plain_server, take_port
 from grpo_engine.wire.inference import GroupMeeting
 from grpo_engine.wire.tcp_sockets import own_listening_ports
 
@@ -83,6 +87,41 @@ def test_one_connection_too_many_closes_the_oldest_idle_one_without_the_token(mo
                 assert closed.recv(1) == b""
         for still_open in (ours, *others[3:]):
             assert answer_to(still_open, request % b"") == (200, b"0")
+
+
+def test_many_connections_are_accepted_in_one_round_of_the_loop() -> None:
+    async def num_rounds() -> int:
+        with contextlib.ExitStack() as opened:
+            listener = opened.enter_context(take_port("127.0.0.1", 0))
+            server = plain_server(app(), listener, log_level="warning")
+            server.config.load()
+            server.lifespan = server.config.lifespan_class(server.config)
+            await server.startup()
+            for _ in range(100):
+                opened.enter_context(socket.create_connection(listener.getsockname(), timeout=30))
+            rounds = 0
+            while len(server.server_state.connections) < 100:
+                await asyncio.sleep(0)
+                rounds += 1
+            await server.shutdown()
+            return rounds
+
+    assert uvloop.run(num_rounds()) < 20  # by uvloop itself: 101
+
+
+def test_requests_without_the_token_take_turns_and_those_with_it_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "TURNS", 2)
+    monkeypatch.setattr(connections, "TURNS_EVERY_S", 0.2)
+    request = b"GET / HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
+    with served(limited("secret"), http=LimitedProtocol) as url, connected(url) as ours, connected(url) as another:
+        began = time.monotonic()
+        for _ in range(3):
+            assert answer_to(another, request % b"") == (200, b"0")
+        another.sendall(request % b"")
+        for _ in range(20):
+            assert answer_to(ours, request % b"Authorization: Bearer secret\r\n") == (200, b"0")
+        assert not select.select([another], [], [], 0)[0] or time.monotonic() - began > 0.2
+        assert another.recv(1000).startswith(b"HTTP/1.1 200")
 
 
 async def test_a_request_for_a_websocket_is_answered_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
