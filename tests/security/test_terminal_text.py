@@ -156,6 +156,13 @@ def test_of_a_paste_without_an_end_only_the_beginning_is_kept() -> None:
     assert len(paste.text) <= MAX_PASTED
 
 
+@pytest.mark.parametrize("report", ["0;0;0;0", "24;80;0;0", "0;80;480;800"])
+def test_a_mouse_event_after_a_size_of_0_is_ignored_and_ends_no_screen(report: str) -> None:
+    parser = PasteParser()
+    found = [*parser.feed(f"\x1b[48;{report}t"), *parser.feed("\x1b[<0;5;5M"), *parser.feed("a")]
+    assert [type(event) for event in found] == [events.Resize, events.Key]
+
+
 def test_a_key_that_is_no_character_ends_no_screen() -> None:
     typed = "\x1b[1114112ua\x1b[999999999~\x1b[99999999999ub"
     keys = [event.key for event in PasteParser().feed(typed) if isinstance(event, events.Key)]

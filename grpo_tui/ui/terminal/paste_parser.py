@@ -2,6 +2,7 @@
 
 Textual (8.2.8) looks for escape sequences within a paste too: text after an ESC acts as keys, so that what was copied
 from elsewhere could end a run. Here nothing in a paste is a key, whatever bytes it has; its first characters are kept.
+Other input at which Textual raises is ignored.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class PasteParser(XTermParser):
             if found:
                 yield events.Paste(printable(self._pasted.removesuffix(END)[:MAX_PASTED], keep="\n\t\r"))
                 self._pasted = None
+
+    def parse_mouse_code(self, code: str) -> Message | None:
+        """No mouse event where the terminal has reported 0 columns, rows or pixels: Textual divides by all of them."""
+        reported = [each for each in (self.terminal_size, self.terminal_pixel_size) if each is not None]
+        return None if any(0 in tuple(each) for each in reported) else super().parse_mouse_code(code)
 
     def _parse_extended_key(self, sequence: str) -> list[events.Key] | None:  # type: ignore[override]  # lru_cache
         """No key for a number that is no character, as in `ESC[1114112u`: Textual raises what `chr` does."""

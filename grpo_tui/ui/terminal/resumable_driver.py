@@ -8,8 +8,10 @@ from __future__ import annotations
 import codecs
 import os
 import signal
+import sys
 from functools import partial
 from types import FrameType
+from typing import Any
 
 from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
@@ -26,6 +28,12 @@ class ResumableDriver(LinuxDriver):
     After its own SIGTSTP that is right. After a SIGSTOP from elsewhere it starts a second thread that reads keys, and
     the first is never ended: the process outlives the screen. So what runs is taken down first, as for SIGTSTP.
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Draw on stdout where stderr, which Textual draws on, is a file: `grpo-tui 2> errors` shows a screen too."""
+        super().__init__(*args, **options)
+        if sys.__stderr__ is None or not sys.__stderr__.isatty():
+            self._file = sys.__stdout__
 
     def start_application_mode(self) -> None:
         """Save the title of the terminal too."""
