@@ -34,7 +34,9 @@ class ProfileChoice:
     error: str | None = None
     """Why it cannot be read."""
     lack: str | None = None
-    """What this machine lacks for it."""
+    """What this machine lacks for it: `needs a GPU`."""
+    lack_note: str = ""
+    """How that was found, or what installs it."""
 
 
 def profile_choices() -> list[ProfileChoice]:
@@ -105,20 +107,21 @@ def _profile_choice(name: str, path: Path) -> ProfileChoice:
     except (OSError, ConfigError) as error:
         reason = str(error).splitlines()[0]
         return ProfileChoice(name=name, path=path, description="cannot be read", words=(reason,), error=reason)
-    return ProfileChoice(name=name, path=path, description=description, words=words, lack=_lack(table))
+    lack, note = _lack(table)
+    return ProfileChoice(name=name, path=path, description=description, words=words, lack=lack, lack_note=note)
 
 
-def _lack(table: Mapping[str, Any]) -> str | None:
+def _lack(table: Mapping[str, Any]) -> tuple[str | None, str]:
     """What this machine lacks for a profile, as far as that is seen without starting anything; `doctor` checks all."""
     model = table.get("model")
     if isinstance(model, dict) and model.get("device") == "cuda" and not has_gpu_driver():
-        return "needs a GPU, and no GPU driver is loaded here"
+        return "needs a GPU", "no GPU driver is loaded here"
     services = table.get("services")
     servers = [one for one in services.values() if isinstance(one, dict)] if isinstance(services, dict) else []
     needs_vllm = any(one.get("kind") == "inference" and one.get("engine", "vllm") == "vllm" for one in servers)
     if needs_vllm and not is_installed("vllm"):
-        return "needs vllm, which is not installed: pip install 'grpo-tui[vllm]'"
-    return None
+        return "needs vLLM", "it is not installed: pip install 'grpo-tui[vllm]'"
+    return None, ""
 
 
 def _paragraphs(lines: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -84,6 +85,16 @@ async def test_typing_filters_the_list_ctrl_e_shows_the_plan_or_its_error_and_en
         await pilot.press("enter")
         await until(pilot, lambda: app._exit)
         assert app.return_value is BIG
+
+
+async def test_the_description_is_wrapped_for_the_new_size_and_says_what_this_machine_lacks() -> None:
+    big = replace(BIG, words=("word " * 40,), lack="needs a GPU", lack_note="no GPU driver is loaded here")
+    async with picker(lambda: [big]) as (app, pilot):
+        for width in (40, 80):
+            await pilot.resize_terminal(width, 24)
+            await until(pilot, lambda width=width: max(map(len, description(app).splitlines())) > width - 8)  # type: ignore[misc]
+            assert max(map(len, description(app).splitlines())) <= width - 2
+        assert description(app).startswith("needs a GPU: no GPU driver is loaded here\nword word")
 
 
 @pytest.mark.slow

@@ -19,9 +19,10 @@ def _vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_profiles_that_need_vllm_say_so_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "has_gpu_driver", lambda: True)
     monkeypatch.setattr(choices, "is_installed", lambda module: False)
-    lacks = {choice.name: choice.lack for choice in profile_choices()}
-    assert lacks["hermes8b-shared"] == "needs vllm, which is not installed: pip install 'grpo-tui[vllm]'"
-    assert lacks["tiny-cpu"] is None
+    found = {choice.name: choice for choice in profile_choices()}
+    lacking = found["hermes8b-shared"]
+    assert (lacking.lack, lacking.lack_note) == ("needs vLLM", "it is not installed: pip install 'grpo-tui[vllm]'")
+    assert found["tiny-cpu"].lack is None
 
 
 @pytest.mark.parametrize("has_driver", [True, False])
@@ -40,7 +41,7 @@ async def test_question_mark_and_slash_do_what_they_do_elsewhere(monkeypatch: py
     app = PickerApp(profile_choices, lambda _: "")
     async with app.run_test(size=(120, 36)) as pilot:
         rows = [str(option.prompt) for option in app.query_one(OptionList).options]
-        assert "needs a GPU" in rows[-1]
+        assert "needs a GPU · " in rows[-1]
         await pilot.press("question_mark")
         await pilot.pause()
         assert isinstance(app.screen, ReadingScreen)

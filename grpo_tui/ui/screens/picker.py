@@ -10,10 +10,11 @@ import os
 import subprocess
 from collections.abc import Callable, Sequence
 
-from textual import events
+from textual import events, on
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
 from textual.content import Content
+from textual.geometry import Size
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -115,7 +116,7 @@ class PickerApp(ThemedApp[ProfileChoice]):
         yield Filter(placeholder="type to filter", id="filter")
         yield OptionList(id="list")
         yield Static(id="about")
-        keys = [part for key, word in KEYS for part in ((key, "bold"), f" {word}   ")]
+        keys = [part for key, word in KEYS for part in ((key, "bold $text-accent"), (f" {word}   ", "$muted"))]
         yield Static(Content.assemble(*keys), classes="bar")
 
     def on_mount(self) -> None:
@@ -140,9 +141,10 @@ class PickerApp(ThemedApp[ProfileChoice]):
         """Show the description of the selected entry."""
         self._describe()
 
-    def on_resize(self) -> None:
-        """Wrap the description for the new size."""
-        self._describe()
+    @on(events.Resize)
+    def _wrap_description(self, event: events.Resize) -> None:
+        """Wrap the description for the new size, which the app itself has only later."""
+        self._describe(event.size)
 
     def action_mark(self, by: int) -> None:
         """Mark another, or read on in an open page."""
@@ -208,11 +210,15 @@ class PickerApp(ThemedApp[ProfileChoice]):
         if choice.error is None:  # its error is shown already
             self.leave(choice)
 
-    def _describe(self) -> None:
-        """Show the description of the selected entry, as far as it fits."""
+    def _describe(self, size: Size | None = None) -> None:
+        """Show the description of the selected entry, as far as it fits into a terminal of this size."""
+        width, height = size or self.size
         main, choice = self.screen_stack[0], self._marked
-        rows = [row for words in (choice.words if choice else ()) for row in wrapped(words, self.size.width - 2)]
-        room = max(2, int(self.size.height * ABOUT_SHARE))
+        told = list(choice.words) if choice else []
+        if choice is not None and choice.lack is not None:
+            told.insert(0, f"{choice.lack}: {choice.lack_note}")
+        rows = [row for words in told for row in wrapped(words, width - 2)]
+        room = max(2, int(height * ABOUT_SHARE))
         if len(rows) > room:
             rows = [*rows[: room - 1], "… ^e shows the rest and the plan"]
         main.query_one("#about", Static).update(Content("\n".join(rows)))
