@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 
 import pytest
-from screen_fakes import NOW, changed, run_status, service
+from screen_fakes import NOW, changed, drawn, run_status, service, state_after
 from shown_screen import LARGE, SMALL, shown
+from textual.app import App
 from textual.command import CommandList, CommandPalette
 from textual.content import Content
 
 from grpo_engine.wire.supervisor import ServiceState
+from grpo_tui.ui.board.keys import ON_BOARD
+from grpo_tui.ui.board.table import KeysLine
 from grpo_tui.ui.keys import EVERYWHERE, ON_MAIN
 from grpo_tui.ui.palette import RunCommands
 from grpo_tui.ui.preferences import Preferences
 from grpo_tui.ui.screens.confirm import ConfirmScreen
 from grpo_tui.ui.screens.main import MainScreen
-from grpo_tui.ui.widgets.frame.activity_line import ActivityLine
+from grpo_tui.ui.terminal.resumable_driver import ResumableDriver
+from grpo_tui.ui.widgets.frame.activity_line import FIRST_WATCHING_WORDS, FIRST_WORDS, ActivityLine
 from grpo_tui.ui.widgets.frame.header import HeaderLine
 from grpo_tui.ui.widgets.frame.keys_bar import KeysBar
 from grpo_tui.ui.widgets.lines import differing_cells
 from grpo_tui.ui.widgets.main.log_panel import LogLines
 from grpo_tui.ui.widgets.main.services_table import TAG, ServicesTable
+from grpo_tui.view.board.state import Board
 
 slow = pytest.mark.slow
 
@@ -168,6 +175,22 @@ async def test_a_new_user_sees_three_keys_until_the_first_key_and_preferences_ar
         assert screen.app.theme == "dark"
 
 
+@pytest.mark.parametrize("width", [78, 38, 22])
+def test_the_last_line_has_whole_keys_and_always_those_for_help_and_leaving(width: int) -> None:
+    board = Board()
+    for row in (
+        *drawn(KeysBar(ON_MAIN), state_after(), width),
+        *(line.plain for line in KeysLine(ON_BOARD).lines(board, width, 1)),
+    ):
+        assert row.rstrip() == row
+        assert row.endswith(("q detach", "D end"))
+        assert "? help" in row
+
+
+def test_the_hints_for_new_users_fit_into_80_columns() -> None:
+    assert max(map(len, (FIRST_WORDS, FIRST_WATCHING_WORDS))) <= SMALL[0] - 2
+
+
 # --- the size of the terminal ----------------------------------------------------------------------------------------
 
 
@@ -193,6 +216,16 @@ async def test_the_layout_follows_the_size_of_the_terminal_down_to_one_that_is_t
 
 
 # --- what is sent to the terminal ------------------------------------------------------------------------------------
+
+
+async def test_a_screen_whose_errors_go_to_a_file_is_drawn_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with (tmp_path / "errors").open("w+") as errors:
+        monkeypatch.setattr(sys, "__stderr__", errors)
+        monkeypatch.setattr(sys, "__stdin__", errors)
+        assert ResumableDriver(App())._file is sys.__stdout__
 
 
 @pytest.mark.parametrize(

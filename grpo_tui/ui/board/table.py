@@ -31,6 +31,8 @@ ABOUT_ROWS = 3
 CLOCK = "%H:%M:%S"
 LEAST = ("slash", "O", "S", "X", "L")
 """Keys that the last line leaves out first."""
+MOST = ("question_mark", "q", "escape,tab")
+"""Keys that it leaves out never: the help names the others."""
 NO_RUNS = "no run on this host: U starts one"
 
 
@@ -376,7 +378,7 @@ class KeysLine(Lines[Board]):
         """`enter open  space mark …`."""
         keys = [key for key in self._keys if key.is_in_footer and not (key.changes_run and state.is_read_only)]
         while sum(len(key.shown) + len(key.label) + 2 for key in keys) - 1 > width and (
-            least := [key for key in keys if key.key in LEAST]
+            least := [key for key in keys if key.key in LEAST] or [key for key in keys if key.key not in MOST]
         ):
             keys.remove(least[-1])
         items = [

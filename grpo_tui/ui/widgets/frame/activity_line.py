@@ -29,9 +29,9 @@ WATCHING_WORDS = "↑↓ select a service to see its log · ^p all commands · ?
 ELSEWHERE_WORDS = "1 back to the services · ^p all commands · ? help"
 MACHINE_WORDS = "← → fold and unfold the machine · F all of them · d all about it · ? help"
 TRAVEL_WORDS = "⇧← ⇧→ ten steps · click or drag on the timeline · ? help"
-FIRST_WORDS = "New here? v restarts vLLM · ? explains every key · q leaves, the run keeps running"
-FIRST_WATCHING_WORDS = "New here? 1 to 6 are the screens · ? explains every key · q leaves, the run keeps running"
-"""Shown until a new user presses the first key."""
+FIRST_WORDS = "New here? v restarts vLLM · ? explains all keys · q leaves, the run goes on"
+FIRST_WATCHING_WORDS = "New here? 1 to 6: screens · ? explains all keys · q leaves, the run goes on"
+"""Shown until a new user presses the first key; they fit into 80 columns."""
 OPENS_MESSAGES = Style.from_meta({"@click": "app.messages"})
 
 

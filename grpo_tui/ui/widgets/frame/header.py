@@ -21,6 +21,9 @@ CONNECTION_WORDS: dict[Connection, Styled] = {
     Connection.ENDED: ("", ""),
 }
 
+MIN_NAME = 3
+"""Columns of the name of the run below which the age is left out."""
+
 
 class HeaderLine(Lines):
     """One line over everything."""
@@ -54,7 +57,10 @@ class HeaderLine(Lines):
         if state.status is not None:
             profile = f"  {state.status.profile}"
             stands.insert(0, _run_words(state.status.state))
-            right = [*_step(state), (f"  up {clock_text(_age_s(state))}", ".muted")]
+            lasted = "ran" if state.status.ended_at is not None else "up"
+            right = [*_step(state), (f"  {lasted} {clock_text(_age_s(state))}", ".muted")]
+            if line(*stands, *right).cell_length + MIN_NAME > width:
+                right.pop()
         room = width - line(*stands, *right).cell_length - 1
         run = state.run if cell_len(state.run) <= room else fit(state.run, room)
         names: list[str | Styled] = [(run, ".strong")]

@@ -14,6 +14,9 @@ from grpo_tui.view.state import ViewState, inference_service
 
 STOPPED_STATES = frozenset({ServiceState.STOPPED, ServiceState.FINISHED, ServiceState.FAILED})
 
+MOST = ("question_mark", "q")
+"""Keys that are never left out: the help names the others."""
+
 
 class KeysBar(Lines):
     """One line under everything."""
@@ -52,8 +55,10 @@ class KeysBar(Lines):
         ]
         everywhere = {key.key for key in (*FIRST_EVERYWHERE, *LAST_EVERYWHERE)}
         items = self._items(keys, state)
-        while _length(items, 1) > width and (own := [key for key in keys if key.key not in everywhere]):
-            keys.remove(own[-1])
+        while _length(items, 1) > width and (
+            least := [key for key in keys if key.key not in everywhere] or [key for key in keys if key.key not in MOST]
+        ):
+            keys.remove(least[-1])
             items = self._items(keys, state)
         gap = 2 if _length(items, 2) <= width else 1
         return [Content(" " * gap).join(items).truncate(width)]
