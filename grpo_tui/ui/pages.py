@@ -14,14 +14,14 @@ from grpo_engine.wire.secrets import masked_argv, masked_text
 from grpo_engine.wire.supervisor import ServiceStatus, Warning
 from grpo_engine.wire.terminal_text import printable
 from grpo_tui.profile.plan_file import shown_command, shown_env
-from grpo_tui.services.base import Launch, Probe, pattern_words
+from grpo_tui.services.base import Launch, Probe, RestartPolicy, pattern_words
 from grpo_tui.ui.glyphs import FOLDED, MACHINE_GLYPHS, PROBE_SIGNS, SERVICE_GLYPHS, SEVERITY_GLYPHS, UNFOLDED
 from grpo_tui.ui.keys import EVERYWHERE, ON_TRAVEL, Key
 from grpo_tui.ui.widgets.frame.travel_bar import MARKS_LEGEND
 from grpo_tui.ui.widgets.lines import wrapped
 from grpo_tui.ui.widgets.main.metrics_panel import band_text
 from grpo_tui.ui.widgets.main.services_table import state_text
-from grpo_tui.view.format import UNKNOWN, bytes_text, clock_text, duration_text, percent_text
+from grpo_tui.view.format import UNKNOWN, bytes_text, clock_text, count_text, duration_text, percent_text
 from grpo_tui.view.machines import MachineRow, machine_facts
 from grpo_tui.view.metrics.names import MEANINGS, meaning_of
 from grpo_tui.view.rank_rows import rank_rows
@@ -42,7 +42,8 @@ METRIC_NAME_WIDTH = 28
 MACHINES_TOLD = (
     f"{UNFOLDED} and {FOLDED} stand before machines that are unfolded and folded. CPU is of one core, as for services, "
     "and memory that of the whole machine. A machine is silent when it has not answered for a few seconds, and lost "
-    "when the cluster has given it up; the row and the warnings say what ran there and what happens next."
+    "when the cluster has given it up; the row and the warnings show what ran there and what happens next. Where there "
+    "is little room, 2:0 is GPU 0 of machine-2."
 )
 MOUSE_TOLD = (
     "Click tabs, keys in the last line, services, warnings, metrics, the timeline, log names, rows, tokens and "
@@ -184,10 +185,13 @@ def _facts(service: ServiceStatus, launch: Launch | None, state: ViewState) -> I
         yield "stalled", f"for {duration_text(state.now - service.rank_stall.since)}: {service.rank_stall.text}"
     if service.pid is not None:
         up = UNKNOWN if service.started_at is None else clock_text(max(0.0, state.now - service.started_at))
-        yield "process", f"pid {service.pid}, attempt {service.attempt}, up {up}, restarted {service.restarts} times"
-    held = [f"CPU {percent_text(service.cpu_percent)} of one core", f"memory {bytes_text(service.rss_bytes)}"]
-    held += [f"GPU memory {bytes_text(service.gpu_memory_bytes)}"] if service.gpu_memory_bytes is not None else []
-    yield "uses", ", ".join(held)
+        yield (
+            "process",
+            f"pid {service.pid}, attempt {service.attempt}, up {up}, restarted {count_text(service.restarts, 'time')}",
+        )
+        held = [f"CPU {percent_text(service.cpu_percent)} of one core", f"memory {bytes_text(service.rss_bytes)}"]
+        held += [f"GPU memory {bytes_text(service.gpu_memory_bytes)}"] if service.gpu_memory_bytes is not None else []
+        yield "uses", ", ".join(held)
     yield "ports", ", ".join(map(str, service.ports)) or "none"
     yield "GPUs", ", ".join(map(str, service.gpus)) or "none set"
     machines = state.status.machines if state.status is not None else []
@@ -205,13 +209,14 @@ def _facts(service: ServiceStatus, launch: Launch | None, state: ViewState) -> I
     yield "ready when", _probe_words(launch.ready) if launch.ready is not None else "its process runs (no probe)"
     if launch.live is not None:
         yield "alive while", _probe_words(launch.live)
-    yield "restart", f"{launch.restart}, at most {launch.max_restarts} in {clock_text(launch.restart_window_s)}"
+    limit = f", at most {count_text(launch.max_restarts, 'time')} in {clock_text(launch.restart_window_s)}"
+    yield "restart", f"{launch.restart}{'' if launch.restart is RestartPolicy.NEVER else limit}"
     yield "stop", f"{launch.stop_signal.name}, SIGKILL after {duration_text(launch.stop_grace_s)}"
     yield "folder", str(launch.cwd)
 
 
 def _probe_words(probe: Probe) -> str:
-    """`GET http://127.0.0.1:9001/health answers 200, asked every 0.2s; limit 5m00s, longer while it makes progress`."""
+    """`GET http://127.0.0.1:9001/health answers 200, checked every 0.2s; limit 5m00s`."""
     if probe.http is not None:
         answers = " or ".join(map(str, probe.status))
         asked = f"GET {masked_text(probe.http)} answers {answers}"
@@ -227,7 +232,7 @@ def _probe_words(probe: Probe) -> str:
     stalled = "" if probe.stalled_s is None else (
         f", longer while it makes progress (until {duration_text(probe.stalled_s)} without any)"
     )  # fmt: skip
-    return f"{asked}, asked every {duration_text(probe.interval_s)}; limit {clock_text(probe.within_s)}{stalled}"
+    return f"{asked}, checked every {duration_text(probe.interval_s)}; limit {clock_text(probe.within_s)}{stalled}"
 
 
 def _attempt_rows(attempt: Attempt, now: float, width: int) -> list[Content]:

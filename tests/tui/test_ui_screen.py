@@ -20,6 +20,7 @@ from screen_fakes import (
     run_status,
     service,
     state_after,
+    without_gpus,
 )
 from shown_screen import LARGE, SMALL, shown
 from textual.geometry import Region
@@ -107,6 +108,13 @@ async def test_services_gpus_metrics_warnings_keys_and_the_log_are_shown(tmp_pat
 
 def service_row(state: ViewState, name: str, width: int = 110) -> str:
     return next(line for line in drawn(ServicesTable(), state, width) if name in line.split()[:2])
+
+
+def test_what_a_service_waits_for_has_room_in_80_columns_where_there_is_no_gpu() -> None:
+    waiting = service("trainer", state="waiting", pid=None, why="waits for vllm")
+    state = state_after(status=without_gpus().model_copy(update={"services": [service("api"), waiting]}))
+    assert "port" in drawn(ServicesTable(), state, 78)[0]
+    assert service_row(state, "trainer", 78).endswith("  waits for vllm          ")
 
 
 def test_memory_of_foreign_processes_without_a_user_is_that_of_others() -> None:

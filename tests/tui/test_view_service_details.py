@@ -11,8 +11,10 @@ from usual_plan import four_launches
 
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.supervisor import RunState, Snapshot
+from grpo_tui.services.base import RestartPolicy
+from grpo_tui.ui.pages import service_page
 from grpo_tui.view import service_details
-from grpo_tui.view.service_details import Attempt, ProbeAnswer, read_history
+from grpo_tui.view.service_details import Attempt, ProbeAnswer, ServiceHistory, read_history
 from grpo_tui.view.starting import awaited_services
 from grpo_tui.view.state import LaunchesRead, ViewState, reduce
 
@@ -97,3 +99,26 @@ def test_what_most_services_wait_for_stands_first_and_only_while_the_run_starts(
     assert state.status is not None
     up = replace(state, status=state.status.model_copy(update={"state": RunState.RUNNING}))
     assert awaited_services(up) == ()
+
+
+@pytest.mark.parametrize(
+    ("restart", "words"),
+    [
+        (RestartPolicy.NEVER, "restart     never\n"),
+        (RestartPolicy.ALWAYS, "restart     always, at most 5 times in 10m00s\n"),
+    ],
+)
+def test_the_page_of_a_service_that_has_ended_has_no_load_and_its_limit_of_restarts_only_where_one_counts(
+    restart: RestartPolicy, words: str
+) -> None:
+    (plan,) = (each for each in four_launches() if each.name == "vllm")
+    plan = replace(plan, restart=restart, max_restarts=5, restart_window_s=600)
+    state = ViewState(run_folder=Path("logs/x"), now=NOW)
+    ended = service("vllm", state="finished", pid=None, exit_code=0)
+    page = service_page(ended, plan, ServiceHistory(), state, 80).plain
+    assert words in page
+    assert "uses" not in page
+    assert (
+        "uses        CPU 3% of one core, memory 180M\n"
+        in service_page(service("vllm"), plan, ServiceHistory(), state, 80).plain
+    )

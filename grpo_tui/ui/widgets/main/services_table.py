@@ -48,7 +48,7 @@ MIN_NAME, MAX_NAME, MAX_WIDE_NAME = 7, 16, 26
 WIDE_TABLE = 100
 """Width from which long names get more room."""
 ASLEEP = "asleep while the trainer steps"
-MIN_NOTE = 14
+MIN_NOTE = 18
 """Narrowest last column that is worth more than another number."""
 
 
