@@ -116,12 +116,13 @@ def _healthy(known: Evidence) -> Finding:
         evidence = f"log-probs are equal to the last digits: mean difference {number_text(size)} per token"
     elif size < noise.normal and abs(numbers.all.mean) <= 0.5 * size:
         evidence = (
-            f"mean difference {number_text(size)} per token, as often above as below 0 (mean {numbers.all.mean:+.4f}): "
-            f"the noise of {noise.dtype} and different kernels, which is harmless"
+            f"mean |difference| {number_text(size)} per token, as often above as below 0 "
+            f"(mean {numbers.all.mean:+.4f}): the noise of {noise.dtype} and different kernels, which is harmless"
         )
     else:
         evidence = (
-            f"mean difference {number_text(size)} per token (healthy: < {known.limit:g}), mean {numbers.all.mean:+.4f}"
+            f"mean |difference| {number_text(size)} per token (healthy: < {known.limit:g}), "
+            f"mean {numbers.all.mean:+.4f}"
         )
         if numbers.by_age and numbers.by_age[0].low > 0:
             ago = count_text(numbers.by_age[0].low, "version")

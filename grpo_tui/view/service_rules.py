@@ -139,7 +139,7 @@ def gpu_memory_of_others(status: RunStatus) -> Iterator[Warning]:
                 severity="warning",
                 text=f"GPU {gpu.index}: {bytes_text(gpu.other_bytes)} belong to processes outside this run"
                 + _users(gpu),
-                hint="the screen (key 2) and nvidia-smi name them; use other GPUs (`gpus = […]` of the services) or "
+                hint="the screen (key 2) and nvidia-smi name them; use other GPUs (gpus = […] of the services) or "
                 "less memory (--gpu-memory-utilization)",
             )
         used, total = gpu.memory_used_bytes, gpu.memory_total_bytes

@@ -109,7 +109,7 @@ def _hint(status: RunStatus, trainer: ServiceStatus) -> str:
     if trainer.waits_for is WaitsFor.EVALUATION:
         return "evaluate less: --eval-prompts, --eval-samples, --eval-every; --eval-timeout-s is its limit"
     if trainer.waits_for is not WaitsFor.BATCH:
-        return f"`grpo-tui logs {trainer.name}` says what it does"
+        return f"`grpo-tui logs {trainer.name}` shows what it does"
     wanted = {service.waits_for for service in environments}
     if WaitsFor.INFERENCE in wanted:
         return f"the inference server gives no completions: {restart}; fewer --max-tokens make them shorter"

@@ -15,9 +15,9 @@ def versions_of(status: RunStatus) -> dict[str, VersionsInFlight]:
 
 def version_words(versions: VersionsInFlight) -> Iterator[tuple[str, str]]:
     """What, and its figures: `served 120`, `sampling 12 groups`, `queued 120: 4, 119: 16`."""
-    yield "served", str(versions.newest)
+    yield "served", f"{versions.newest:,}"
     yield "sampling", f"{versions.num_sampled} group{'' if versions.num_sampled == 1 else 's'}"
-    queued = [f"{version}: {versions.queued[version]}" for version in sorted(versions.queued, reverse=True)]
+    queued = [f"{version:,}: {versions.queued[version]}" for version in sorted(versions.queued, reverse=True)]
     if versions.num_older:
         queued.append(f"older: {versions.num_older}")
     if versions.num_unversioned:

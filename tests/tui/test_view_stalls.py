@@ -185,7 +185,7 @@ def test_a_server_that_sleeps_during_a_step_says_so_in_the_table_and_where_no_st
     assert explanation(VLLM, state)[0] != "asleep while the trainer steps"
     [warning] = told(asleep, waiting("env", WaitsFor.INFERENCE), TRAINER)
     assert "vllm is asleep while the trainer steps (1m10s)" in warning.text
-    assert warning.hint == "`grpo-tui logs trainer` says what it does"
+    assert warning.hint == "`grpo-tui logs trainer` shows what it does"
 
 
 def test_with_a_full_disk_the_hint_is_to_make_room() -> None:

@@ -39,6 +39,7 @@ def test_the_newest_versions_stand_first() -> None:
 def test_groups_without_a_version_and_of_many_old_ones_are_counted_together() -> None:
     versions = VersionsInFlight(newest=9, queued={9: 1}, num_older=30, num_unversioned=2, num_sampled=1)
     assert list(version_words(versions))[1:] == [("sampling", "1 group"), ("queued", "9: 1, older: 30, unknown: 2")]
+    assert next(version_words(VersionsInFlight(newest=1132))) == ("served", "1,132")
     assert list(version_words(VersionsInFlight(newest=0)))[2] == ("queued", "none")
 
 

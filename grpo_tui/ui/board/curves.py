@@ -188,7 +188,7 @@ def table_of(state: CurvesView, width: int) -> list[Content]:
     head = "  " + fit("run", name_width) + "".join("  " + fit(titles[key], shown[key] - 2) for key in shown)
     head += fit("runs", 5, right=True)
     head += "".join(" " + fit(title, SCORE_WIDTH, right=True) + " " for title in ("last", "best"))
-    note = f"{count_text(hidden, 'other setting')} differ: d" if hidden else ""
+    note = f"{count_text(hidden, 'more setting')}: d" if hidden else ""
     rows = [spread(width, [(head, ".title")], [(note, ".accent")])]
     best = max((_value(final) for final, _ in scores), default=0.0)
     for number, group in enumerate(state.groups, start=1):

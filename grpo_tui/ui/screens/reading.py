@@ -63,8 +63,8 @@ class ReadingScreen(ModalScreen[None], ClosesOnce[None]):
         """The page in its frame."""
         frame = VerticalScroll(Static(self._page))
         frame.border_title = self._page_title
-        numbers = f"1-{len(self._commands)}" if len(self._commands) > 1 else "1"
-        frame.border_subtitle = f"{numbers} copies a command · {CLOSING}" if self._commands else CLOSING
+        numbers = f"1-{len(self._commands)} copy commands" if len(self._commands) > 1 else "1 copies the command"
+        frame.border_subtitle = f"{numbers} · {CLOSING}" if self._commands else CLOSING
         yield frame
 
     def on_click(self, event: events.Click) -> None:

@@ -257,4 +257,6 @@ def _last_cells(text: str, width: int) -> str:
 
 
 def _wrapped(text: str, width: int, style: str) -> list[Content]:
-    return [line((f"   {row}", style)) for row in textwrap.wrap(text, max(10, width - 4), break_on_hyphens=False)]
+    hanging = "  " if text.startswith("→ ") else ""
+    folded = textwrap.wrap(text, max(10, width - 4), break_on_hyphens=False, subsequent_indent=hanging)
+    return [line((f"   {row}", style)) for row in folded]

@@ -495,7 +495,8 @@ def _with_unit(value: float | None, unit: str) -> str:
 
 
 def _wrapped(text: str, width: int, indent: int, style: str) -> list[Content]:
-    folded = textwrap.wrap(text, max(10, width - indent), break_on_hyphens=False)
+    hanging = "  " if text.startswith(("→ ", "✗ ")) else ""
+    folded = textwrap.wrap(text, max(10, width - indent), break_on_hyphens=False, subsequent_indent=hanging)
     return [line(" " * indent, (each, style)) for each in folded]
 
 

@@ -10,7 +10,7 @@ from textual import events
 from textual.content import Content
 
 from grpo_tui.ui.messages import StateChanged
-from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule
+from grpo_tui.ui.widgets.lines import Lines, Styled, fit, line, rule, wrapped
 from grpo_tui.ui.widgets.main.metrics_panel import judge
 from grpo_tui.ui.widgets.plot_drawing import Drawn, Geometry, axis_rows, column_of, curve_style, drawn_of, metric_text
 from grpo_tui.view.format import duration_text
@@ -65,7 +65,7 @@ class PlotPanel(Lines):
         if whole is None:
             self.geometry = None
             why = f"{', '.join(names)}: not measured in this run" if state.history.lines else NOT_YET
-            return [rule(width, "plot"), line((f"  {why}", ".muted"))]
+            return [rule(width, "plot"), *(line((f"  {row}", ".muted")) for row in wrapped(why, width - 2))]
         own = [curve for curve in curves if curve.run is None]
         rows = table(curves, plots, plots.window or whole, width)[: max(2, height // 3)]
         told = [cursor_line(own, plots)] if plots.cursor is not None else []
