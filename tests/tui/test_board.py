@@ -195,6 +195,20 @@ def test_the_error_of_an_evaluation_is_not_smoothed_since_its_mean_is_not() -> N
     assert {span.style for row in plain for span in row.spans} == {".share-0"}  # the line, too, has its curve's colour
 
 
+def test_curves_of_evaluations_have_their_numbers_in_the_plot_and_are_not_told_apart_by_colour_alone() -> None:
+    curves = [
+        Curve(
+            name="eval/avg@4",
+            number=number,
+            points=tuple(Point(x=x, y=x + number, step=x, time=0.0, policy_version=0) for x in range(6)),
+            is_sparse=True,
+        )
+        for number in (1, 2)
+    ]
+    drawn = drawn_of(curves, PlotView(), (0.0, 5.0), 60, 12).rows
+    assert sorted(sign for row in drawn for sign in row.text if sign in "12●") == [*"111222", *"●" * 6]
+
+
 @pytest.mark.parametrize(("note", "is_whole"), [("", True), ("out of memory " * 9, False)])
 def test_what_a_selected_run_came_to_is_folded_into_rows_that_are_left(note: str, is_whole: bool) -> None:
     services = " ".join(f"{name} stopped," for name in ("api", "vllm", "env", "reference", "trainer"))

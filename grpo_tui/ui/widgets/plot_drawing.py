@@ -172,7 +172,7 @@ def _draw(
             wanted = low + (high - low) * part
             near = min(seen, key=lambda point: abs(point[0] - wanted), default=None)
             cell = None if near is None else _cell_of(*near, scale, geometry, canvas.height)
-            if cell is not None and cell not in marks:
+            if cell is not None and marks.get(cell, ("", style))[1] == style:  # free, or a measurement of its own
                 marks[cell] = (str(curve.number), style)
 
 
