@@ -108,7 +108,7 @@ def keys_page(groups: Mapping[str, Sequence[Key]], width: int, notes: Sequence[s
 def warnings_page(warnings: Sequence[Warning], width: int) -> Content:
     """Every warning with its cause and hint, and the commands of that with the keys that copy them."""
     if not warnings:
-        return Content("No warnings: every service is healthy, every metric in its band.")
+        return Content("No warnings: no service has failed, every metric is in its band.")
     rows: list[Content] = []
     commands = copied_commands(warnings)
     for warning in warnings:

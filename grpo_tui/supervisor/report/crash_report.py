@@ -42,6 +42,8 @@ SEARCHED_LINES, OWN_LINES, OTHER_LINES = 400, 60, 25
 MAX_ERRORS = 3
 MAX_HISTORY = 10
 MAX_WHY_CHARS = 160
+RULE = 68
+"""Columns of the title of a section and its dashes: with what stands around them it fits into 80."""
 MAX_LINE_CHARS = 400
 SCARCE_BYTES = 1_000_000_000
 UNWELL = frozenset({ServiceState.FAILED, ServiceState.UNHEALTHY, ServiceState.BACKOFF, ServiceState.STOPPING})
@@ -219,7 +221,7 @@ def _when(at: float, record: KeeperState | None, run_started_at: float | None) -
 
 
 def _section(title: str, lines: Sequence[str], empty: str = "(nothing)") -> str:
-    return "\n".join([f"--- {title} {'-' * max(3, 100 - len(title))}", *(lines or [f"({empty.strip('()')})"])])
+    return "\n".join([f"--- {title} {'-' * max(3, RULE - len(title))}", *(lines or [f"({empty.strip('()')})"])])
 
 
 def _service_table(services: Iterable[ServiceStatus], at: float) -> list[str]:
