@@ -38,6 +38,11 @@ _UNSERVED = {
     "alora_invocation_tokens": "is an activated one (aLoRA)",
     "rank_pattern": "has different ranks for some modules",
     "alpha_pattern": "has different scales for some modules",
+    "use_qalora": "pools its inputs (QALoRA)",
+    "use_bdlora": "is block-diagonal (BD-LoRA)",
+    "kasa_config": "changes the base model too (KaSA)",
+    "monteclora_config": "samples its factors (MonteCLoRA)",
+    "arrow_config": "routes between adapters (Arrow)",
 }
 """Settings of PEFT that must be unset or empty → what they do, as the error says it."""
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -69,16 +74,17 @@ def check_adapter(
         raise ModelError(
             f"{path}: the adapter {', '.join(problems)}, which cannot be served: train a plain LoRA adapter"
         )
-    if config.get("bias", "none") != "none" or config.get("init_lora_weights") not in _PLAIN_INITS:
+    bias, init = config.get("bias", "none"), config.get("init_lora_weights")
+    if bias != "none" or init not in _PLAIN_INITS:
         raise ModelError(
-            f"{path}: bias {config.get('bias')!r}, init_lora_weights {config.get('init_lora_weights')!r}: such "
-            "adapters change the base model too, which cannot be served: train a plain LoRA adapter"
+            f"{path}: bias {shortened(repr(bias))}, init_lora_weights {shortened(repr(init))}: such adapters change "
+            "the base model too, which cannot be served: train a plain LoRA adapter"
         )
-    base = config.get("base_model_name_or_path") or model_name
-    if not is_same_model(str(base), resolve_model(model_name)) and not is_same_model(str(base), model_name):
+    base = str(config.get("base_model_name_or_path") or model_name)
+    if not is_same_model(base, resolve_model(model_name)) and not is_same_model(base, model_name):
         raise ModelError(
-            f"{path}: made for {base}, but {model_name} is served; serve that model, or where both names mean the same "
-            f"weights, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
+            f"{path}: made for {shortened(base)}, but {model_name} is served; serve that model, or where both names "
+            f"mean the same weights, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
         )
     return _checked_modules(path / ADAPTER_WEIGHTS, rank, shapes, aliases)
 
@@ -133,7 +139,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def _checked_rank(path: Path, config: Mapping[str, Any], max_rank: int) -> int:
     rank = config.get("r")
     if not isinstance(rank, int) or rank < 1:
-        raise ModelError(f"{path}: not an adapter: {ADAPTER_CONFIG} has rank {rank!r}")
+        raise ModelError(f"{path}: not an adapter: {ADAPTER_CONFIG} has rank {shortened(repr(rank))}")
     if rank > max_rank:
         raise ModelError(
             f"{path}: rank {rank} is above --max-lora-rank {max_rank}: start the server with a higher one, or train "

@@ -24,7 +24,7 @@ from grpo_engine.errors import ModelError
 from grpo_engine.models.devices import require_device
 from grpo_engine.models.loading import load_config, load_model, load_model_on_shared, load_tokenizer, resolve_model
 from grpo_engine.processes import AnyProcess
-from grpo_engine.server.adapter_files import check_adapter, resuming_newest_adapter
+from grpo_engine.server.adapter_files import check_adapter, read_config, resuming_newest_adapter
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter
 from grpo_engine.server.exports import Owner, export, fingerprint_of, take_over, withdraw, write_bridge_file
@@ -154,10 +154,15 @@ class ServedWeights:
         from peft import LoraConfig  # imported late: a server without adapters does not need it
 
         try:
-            settings = LoraConfig.from_pretrained(str(path))
-            # As its tensors have them: names of modules in its settings may be patterns that match without end.
-            settings.target_modules, settings.exclude_modules, settings.target_parameters = set(modules), None, None
-            settings.layers_to_transform = settings.layers_pattern = None
+            # Of its settings only those that a served adapter has, and the modules that its tensors have: others may be
+            # patterns that match without end, or have PEFT make tensors of any size.
+            given = read_config(path)
+            settings = LoraConfig(
+                task_type="CAUSAL_LM",
+                inference_mode=True,
+                target_modules=set(modules),
+                **{name: given[name] for name in ("r", "lora_alpha", "use_rslora", "fan_in_fan_out") if name in given},
+            )
             self.model.load_adapter(str(path), adapter_name=inner_name, peft_config=settings)
         except Exception as error:  # peft and safetensors raise many types for a broken folder
             if inner_name in getattr(self.model, "peft_config", {}):

@@ -204,10 +204,13 @@ def test_a_fitting_adapter_names_its_modules(adapter: Path, model_folder: Path) 
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"use_dora": True}, "weight-decomposed"),
         ({"modules_to_save": ["lm_head"]}, "whole modules"),
+        ({"monteclora_config": {"num_samples": 8000}}, "samples its factors"),  # PEFT made 10 GB of them
+        ({"use_qalora": True}, "pools its inputs"),
         ({"rank_pattern": {"q_proj": 2}}, "different ranks for some modules"),
         ({"bias": "all"}, "bias 'all'"),
         ({"init_lora_weights": "pissa"}, "'pissa'"),
         ({"base_model_name_or_path": "someone/else"}, "made for someone/else, but .*tiny is served"),
+        ({"base_model_name_or_path": "b" * 10**6}, "made for b{300}…, but"),
         ({"r": 2}, "its configuration has the wrong rank"),
     ],
 )
