@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,6 +219,21 @@ def test_what_a_selected_run_came_to_is_folded_into_rows_that_are_left(note: str
     assert (services in " ".join(rows)) is is_whole
     assert rows[1].endswith("…") is not is_whole
     assert len(rows) <= ABOUT_ROWS + 1
+
+
+def test_a_failure_is_told_once_in_the_words_of_its_warning() -> None:
+    warning = Warning(id="failed:trainer", severity="error", text="trainer failed: out of memory")
+    board = after(Board(), view.RunsRead(runs=(replace(FAILED, warnings=(warning,)),), sweeps=(), now=NOW))
+    assert [row.plain for row in AboutRow().lines(board, 50, ABOUT_ROWS + 1)][2:] == ["✗ trainer failed: out of memory"]
+
+
+def test_without_a_live_run_names_have_the_room_of_the_time_that_is_left() -> None:
+    name = "tiny-cpu-1128-213553-bd3e"
+    board = after(Board(), view.RunsRead(runs=(run(name),), sweeps=(), now=NOW))
+    titles, row = (line.plain for line in BoardTable().lines(board, 78, 9))
+    assert name in row
+    assert "left" not in titles
+    assert "left" in BoardTable().lines(BOARD, 78, 9)[0].plain
 
 
 def test_a_sparkline_has_no_holes_between_the_places_that_were_read() -> None:

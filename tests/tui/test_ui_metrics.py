@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from screen_fakes import metrics_line, write_metrics
 from shown_screen import LARGE, SMALL, Shown, shown
-from textual.widgets import OptionList
+from textual.widgets import OptionList, Static
 
 from grpo_engine.wire.checkpoints import ParentRun
 from grpo_tui.ui.glyphs import as_ascii
@@ -190,6 +190,10 @@ async def test_another_run_is_drawn_beside_this_one(tmp_path: Path) -> None:
         await choose_run(screen, 1)
         for words in ("another-run", "tiny", "finished", "12"):
             assert words in screen.picture
+        chooser = screen.app.screen
+        titles, row = str(chooser.query_one(Static).content), str(chooser.query_one(OptionList).options[0].prompt)
+        assert titles.index("profile") == row.index("tiny")
+        assert titles.index("state") == row.index("finished")
         await screen.press("enter")
         await screen.until_text(PlotPanel, "┄ another-run")
         assert f"{metrics_line(12).metrics['reward/mean']:.4f}" in screen.plot.splitlines()[-1]

@@ -37,6 +37,7 @@ from grpo_tui.view.metrics.names import measured_as
 from grpo_tui.view.metrics.summary import REWARD, WINDOW, Score
 from grpo_tui.view.progress import progress_of
 from grpo_tui.view.run_settings import read_settings
+from grpo_tui.view.service_rules import reason
 
 MAX_RUNS = 500
 """The newest."""
@@ -221,7 +222,7 @@ def _read_run(folder: Path, stamp: _Stamp, now: float) -> _Known:
 
 def _note(status: RunStatus, pruned: str | None) -> str:
     failed = (service for service in status.services if service.state is ServiceState.FAILED)
-    reasons = (f"{service.name}: {(service.why or 'failed').partition(chr(10))[0]}" for service in failed)
+    reasons = (f"{service.name}: {reason(service) or 'failed'}" for service in failed)
     return printable(pruned or next(reasons, ""))
 
 

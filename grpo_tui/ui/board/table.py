@@ -142,11 +142,12 @@ def _layout(found: Sequence[Row], width: int) -> _Layout:
     """Columns by rank while name and sparkline keep their least; then those two share what is left."""
     step = max([4, *(len(_step(run)) for row in found for run in row.runs)])
     fixed = 3 + 1 + STATE_WIDTH + 1 + step + 1 + REWARD_WIDTH + 1
-    has_gpus = any(run.gpus for row in found for run in row.runs)
+    runs = [run for row in found for run in row.runs]
+    empty = {GPUS: not any(run.gpus for run in runs), LEFT: not any(run.is_live for run in runs)}
     room = width - fixed - MIN_NAME - MIN_SPARK
     columns: list[Column] = []
     for column in sorted(ORDER, key=lambda one: one.rank):
-        if column is GPUS and not has_gpus:
+        if empty.get(column, False):
             continue
         if room < column.width + 1:
             break
@@ -320,7 +321,8 @@ class AboutRow(Lines[Board]):
             lasted = f"{'up' if run.is_live else 'lasted'} {age_text(max(0.0, until - run.started_at))}"
         facts = [part for part in (run.label, run.profile, began, lasted, run.services) if part]
         title = rule(width, run.name, str(run.folder.parent) if width >= 100 else "")
-        words: list[Styled] = [(f"✗ {run.note}", ".error")] if run.note else []
+        is_warned = any(warning.id.startswith("failed:") for warning in run.warnings)  # they say the same, and more
+        words: list[Styled] = [(f"✗ {run.note}", ".error")] if run.note and not is_warned else []
         words += [
             (f"{SEVERITY_GLYPHS[warning.severity]} {warning.text}", SEVERITY_STYLES[warning.severity])
             for warning in sorted(run.warnings, key=lambda warning: GRAVITY[warning.severity])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
+from rich.cells import cell_len
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
@@ -43,7 +45,7 @@ class ChooseRunScreen(ModalScreen[str], ClosesOnce[str]):
         text-overflow: ellipsis;
     }
     ChooseRunScreen OptionList:focus { border: none; }
-    ChooseRunScreen Static { height: 1; padding: 0 1; text-wrap: nowrap; }
+    ChooseRunScreen Static { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
     """
 
     def __init__(self, run_folder: Path, compared: str | None, now: float) -> None:
@@ -66,12 +68,13 @@ class ChooseRunScreen(ModalScreen[str], ClosesOnce[str]):
     async def _look(self) -> None:
         runs = await asyncio.to_thread(other_runs, self._run_folder)
         header, options = self.query_one(Static), self.query_one(OptionList)
+        titles, *rows = _rows(runs, self._now)
         if not runs:
             header.update(Content(f"no other run in {self._run_folder.parent} has metrics yet"))
         else:
-            header.update(Content.styled(_row([title for title, _ in COLUMNS]), "bold"))
+            header.update(Content.styled(titles, "bold"))
         choices = [Option("none: end the comparison", id=NO_RUN)] if self._compared else []
-        choices += [Option(_text_of(run, self._now), id=run.run) for run in runs]
+        choices += [Option(Content(row), id=run.run) for run, row in zip(runs, rows, strict=True)]
         options.add_options(choices)
         if choices:
             options.highlighted = 0
@@ -90,14 +93,21 @@ class ChooseRunScreen(ModalScreen[str], ClosesOnce[str]):
             options.action_cursor_up()
 
 
-def _text_of(run: OtherRun, now: float) -> Content:
+def _rows(runs: Sequence[OtherRun], now: float) -> list[str]:
+    """The titles, then a row for each run; columns are as wide as what they have, and at most as `COLUMNS` says."""
+    table = [[title for title, _ in COLUMNS], *(_cells(run, now) for run in runs)]
+    columns = zip(*table, strict=True)
+    widths = [min(most, max(map(cell_len, cells))) for cells, (_, most) in zip(columns, COLUMNS, strict=True)]
+    return [
+        "  ".join(
+            fit(text, width, right=title in ("steps", "reward", "ago"))
+            for text, width, (title, _) in zip(cells, widths, COLUMNS, strict=True)
+        )
+        for cells in table
+    ]
+
+
+def _cells(run: OtherRun, now: float) -> list[str]:
     steps = UNKNOWN if run.last_step is None else f"{run.last_step:,}"
     ago = UNKNOWN if run.last_time is None else age_text(max(0.0, now - run.last_time))
-    return Content(_row([run.run, run.profile, run.state, steps, number_text(run.last_reward), ago]))
-
-
-def _row(texts: list[str]) -> str:
-    return " ".join(
-        fit(text or UNKNOWN, width, right=title in ("steps", "reward", "ago"))
-        for text, (title, width) in zip(texts, COLUMNS, strict=True)
-    )
+    return [text or UNKNOWN for text in (run.run, run.profile, run.state, steps, number_text(run.last_reward), ago)]
