@@ -46,9 +46,13 @@ def profile_choices() -> list[ProfileChoice]:
 
 
 def matching(choices: Sequence[ProfileChoice], typed: str) -> list[ProfileChoice]:
-    """The choices that contain every typed word, in any order and case."""
+    """The choices that contain every typed word, in any order and case: first that name, then those with it in theirs.
+
+    The first is the one that enter starts.
+    """
     words = typed.lower().split()
-    return [choice for choice in choices if all(word in _searched(choice) for word in words)]
+    found = [choice for choice in choices if all(word in _searched(choice) for word in words)]
+    return sorted(found, key=lambda one: ([one.name.lower()] != words, any(w not in one.name.lower() for w in words)))
 
 
 def plan_of(name: str, overrides: Sequence[str] = ()) -> str:

@@ -195,6 +195,15 @@ def test_every_typed_word_must_match_in_any_order_and_case() -> None:
     assert matching(CHOICES, "nothing like it") == []
 
 
+def test_a_profile_whose_name_was_typed_is_the_first_and_those_with_it_in_their_names_are_next() -> None:
+    named = [replace(TINY, name=name) for name in ("tiny-cpu", "not-tiny", "tiny-two")]
+    other = replace(BIG, words=("As tiny, and tiny-cpu.",))
+    listed = [other, replace(TINY, name="tiny-cpu-two"), *named]
+    assert [choice.name for choice in matching(listed, "Tiny-CPU")] == ["tiny-cpu", "tiny-cpu-two", "big"]
+    assert matching(listed, "tiny")[-1] is other
+    assert matching(listed, "")[0] is other
+
+
 def test_without_a_terminal_the_usage_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(build_app(), [])
