@@ -79,14 +79,18 @@ class FaultTolerant:
         except Exception as error:  # networks, disks and services raise any class
             if not self._has_failed:
                 log.error(
-                    "%s failed %s and gets no more metrics (%s: %s); the run continues, %s",
+                    "%s failed %s and gets no more metrics (%s); the run continues, %s",
                     self._name,
                     when,
-                    type(error).__name__,
-                    str(error)[:MAX_REASON_CHARACTERS],
+                    failure(error),
                     self._instead,
                 )
             self._has_failed = True
+
+
+def failure(error: Exception) -> str:
+    """What a library of a tracker raised, as a message shows it: its server may have written it."""
+    return f"{type(error).__name__}: {str(error)[:MAX_REASON_CHARACTERS]}"
 
 
 def set_up_wandb(wandb: Any, folder: Path | None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from grpo_engine.environments.clients import WandbInfo
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.errors import ConfigError
-from grpo_engine.trackers import FaultTolerant, RunTracker, Tracker, public_settings, set_up_wandb
+from grpo_engine.trackers import FaultTolerant, RunTracker, Tracker, failure, public_settings, set_up_wandb
 
 log = logging.getLogger(__name__)
 
@@ -50,5 +50,5 @@ def start_tracker(config: EnvironmentConfig, info: WandbInfo) -> Tracker:
             f"use_wandb: {error.name or 'wandb'} is not installed: pip install 'grpo-tui[trackers]'"
         ) from None
     except Exception as error:  # the service raises its own classes for logins, networks and project names
-        raise ConfigError(f"use_wandb: wandb did not start ({type(error).__name__}: {error})") from error
+        raise ConfigError(f"use_wandb: wandb did not start ({failure(error)})") from error
     return FaultTolerant("wandb", RunTracker(run), instead="the log has mean rewards")

@@ -161,6 +161,10 @@ def main() -> NoReturn:
     except BrokenPipeError:
         drop_stdout()
         sys.exit(ExitCode.FAILED)
+    except MemoryError:
+        drop_stdout()
+        write_line("out of memory: free some, or raise the limit (ulimit -v), and try again", to_stderr=True)
+        sys.exit(ExitCode.FAILED)
     except OSError as error:
         drop_stdout()
         words = _shortage(error)

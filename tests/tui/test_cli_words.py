@@ -108,6 +108,18 @@ def test_a_low_limit_of_open_files_is_a_message_with_the_limit(
     assert capsys.readouterr().err.startswith("Too many open files: the limit is 8 (ulimit -n): raise it")
 
 
+def test_a_low_limit_of_memory_is_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(prog_name: str) -> None:  # `status` with ulimit -v 100000
+        raise MemoryError
+
+    monkeypatch.setattr(cli, "build_app", lambda: start)
+    with pytest.raises(SystemExit, match=str(ExitCode.FAILED.value)):
+        cli.main()
+    assert capsys.readouterr().err.startswith("out of memory: ")
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
 def test_a_folder_that_may_not_be_read_or_written_is_a_message_with_its_path(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

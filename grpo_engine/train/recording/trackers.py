@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from grpo_engine.errors import ConfigError
-from grpo_engine.trackers import FaultTolerant, RunTracker, Tracker, public_settings, set_up_wandb
+from grpo_engine.trackers import FaultTolerant, RunTracker, Tracker, failure, public_settings, set_up_wandb
 from grpo_engine.train.config import TrainConfig
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -49,7 +49,7 @@ def build_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
             ) from None
         except Exception as error:  # services raise their own classes for logins, networks and project names
             raise ConfigError(
-                f"{setting}: {name} did not start ({type(error).__name__}: {error}); "
+                f"{setting}: {name} did not start ({failure(error)}); "
                 f"fix that, or leave {setting} out: metrics.jsonl has the same values"
             ) from error
         trackers.append(FaultTolerant(name, tracker, instead="metrics.jsonl has them all"))
