@@ -27,7 +27,7 @@ SHORT_BYTES = 1 << 20
 """Bodies declared to be this short never wait for longer ones."""
 SHORT_ROOM_BYTES = 64 << 20
 """Room for them beyond that of all bodies."""
-_RETRY_AFTER = {"Retry-After": "5"}
+RETRY_AFTER = {"Retry-After": "5"}
 
 
 class BodyLimits:
@@ -65,7 +65,10 @@ class BodyLimits:
         room, most_bytes = self._room, None
         if token_of(scope) is Token.WRONG:
             room, most_bytes = self._room_without_token, self._longest_without_token_bytes
-        body = _Body(receive, send, room, is_short=is_short, most_bytes=most_bytes, most_marks=self._most_marks)
+        longest_bytes, most_marks = most_bytes if num_declared is None else num_declared, self._most_marks
+        if longest_bytes is not None and most_marks is not None and longest_bytes <= most_marks:
+            most_marks = None  # it cannot have more, and counting takes longer than receiving it
+        body = _Body(receive, send, room, is_short=is_short, most_bytes=most_bytes, most_marks=most_marks)
         if num_declared is not None:
             body.check_length(num_declared)
         try:
@@ -87,6 +90,13 @@ def num_declared_bytes(headers: Headers) -> int | None:
     """Length of a body by its headers; None: they do not say it."""
     declared = headers.get("content-length", "")
     return int(declared) if declared.isdecimal() and "transfer-encoding" not in headers else None
+
+
+def too_many_marks(most: int) -> JSONResponse:
+    """The refusal of a body with more `num_marks`."""
+    return JSONResponse(
+        {"detail": f"the body has more than {most:,} brackets, braces and quotes: send several requests"}, 413
+    )
 
 
 class _Room:
@@ -172,8 +182,7 @@ class _Body:
             return
         self._num_marks += num_marks(part)
         if self._num_marks > self._most_marks:
-            detail = f"the body has more than {self._most_marks:,} brackets, braces and quotes: send several requests"
-            self._refuse(detail, 413)
+            self.refusal = too_many_marks(self._most_marks)
 
     async def receive(self) -> Message:
         if self.refusal is not None:
@@ -181,7 +190,7 @@ class _Body:
         if self._has_ended:
             return await self._receive()
         if not await self._room.has_room(self):
-            return self._refuse("the bodies of other requests are being received: retry", 503, _RETRY_AFTER)
+            return self._refuse("the bodies of other requests are being received: retry", 503, RETRY_AFTER)
         began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self._left_s):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from jinja2 import TemplateError
-from limited_service import MIB, client_of, length
+from limited_service import client_of, length
 from pydantic import ValidationError
 from serving import running_server, save_tiny_model
 from stage import until
@@ -27,7 +27,6 @@ from grpo_engine.server.http.requests import AnswerMaker, add_error_answers
 from grpo_engine.server.prompts import PromptCodec, check_listed_prompts, check_num_completions, max_new_tokens
 from grpo_engine.server.torch import engine as torch_engine
 from grpo_engine.server.torch.engine import TorchEngine
-from grpo_engine.server.vllm import slots
 from grpo_engine.server.vllm.stock import StockApp, add_our_errors
 from grpo_engine.serving.access import AccessControl, Caller, Token, _caller
 from grpo_engine.wire.inference import GenerateRequest
@@ -109,43 +108,6 @@ async def test_a_log_probability_counts_eightfold_where_vllm_makes_an_object_of_
         assert (answer.status_code, f"the run may have {most}:" in answer.text) == (400, True)
         owner = {"Authorization": "Bearer t"}
         assert (await client.post(path, json={"max_tokens": most + 1}, headers=owner)).status_code == 200
-
-
-async def test_bodies_without_the_token_are_few_at_a_time_in_vllm_and_those_with_it_do_not_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Six texts of 8 MB, which vLLM encodes one after the other, held a text of the run for 93 s and took 6 GB."""
-    monkeypatch.setattr(slots, "MAX_WAITING_BODIES", 1)
-    stock, may_end = FastAPI(), asyncio.Event()
-    inside: list[int] = []
-
-    @stock.post("/tokenize")
-    async def tokenize(request: Request) -> None:
-        inside.append(len(await request.body()))
-        if request.headers.get("authorization") is None:
-            await may_end.wait()
-
-    ours = AccessControl(with_errors(StockApp(stock)), host="127.0.0.1", token="t")
-    async with client_of(ours) as client:
-        long, short = b"a" * MIB, b"b"
-        first = asyncio.create_task(client.post("/tokenize", content=long))
-        await until(lambda: inside == [MIB])
-        second = asyncio.create_task(client.post("/tokenize", content=short))
-        await asyncio.sleep(0.01)
-        assert (await client.post("/tokenize", content=long, headers={"Authorization": "Bearer t"})).status_code == 200
-        assert inside == [MIB, MIB]
-        assert (await client.post("/tokenize", content=short)).status_code == 503
-        may_end.set()
-        assert [(await each).status_code for each in (first, second)] == [200, 200]
-        assert inside == [MIB, MIB, 1]
-
-
-def with_errors(stock: StockApp) -> FastAPI:
-    """As the server has it, below its own routes."""
-    ours = FastAPI()
-    add_error_answers(ours)
-    ours.router.default = stock
-    return ours
 
 
 class Letters:

@@ -35,6 +35,7 @@ from grpo_engine.server.http.requests import (
 from grpo_engine.server.http.sleep_routes import sleep_routes
 from grpo_engine.serving.access import AccessControl, Token, caller
 from grpo_engine.serving.bodies import BodyLimits
+from grpo_engine.serving.body_queue import BodyQueue
 from grpo_engine.wire.inference import GenerateRequest, LogprobsMode
 
 BODIES_AT_ONCE = 4
@@ -65,6 +66,7 @@ def create_app(service: Service) -> FastAPI:
         root_path=service.config.root_path or "",
     )
     add_error_answers(app)
+    app.add_middleware(BodyQueue)
     app.add_middleware(RefuseDuringShutdown)
     app.add_middleware(
         BodyLimits,

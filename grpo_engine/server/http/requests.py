@@ -86,7 +86,12 @@ def status_of(error: GrpoError) -> int:
 
 
 async def read_body(request: Request, model: type[ModelT]) -> ModelT:
-    """The body as `model`; 422 naming each unknown or wrong key, 413 if it is longer than any prompt.
+    """The body as `model`; 422 naming each unknown or wrong key, and as `read_bytes`."""
+    return _checked(await read_bytes(request), model)
+
+
+async def read_bytes(request: Request) -> bytes:
+    """The body; 413 if it is longer than any prompt.
 
     Raises:
         ClientDisconnected: the client closed the connection before the end of the body.
@@ -99,12 +104,12 @@ async def read_body(request: Request, model: type[ModelT]) -> ModelT:
                 raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES:,} bytes")
     except ClientDisconnect:
         raise ClientDisconnected from None
-    return _checked(body, model)
+    return bytes(body)
 
 
-def _checked(body: bytearray, model: type[ModelT]) -> ModelT:
+def _checked(body: bytes, model: type[ModelT]) -> ModelT:
     try:
-        value = pydantic_core.from_json(bytes(body))
+        value = pydantic_core.from_json(body)
     except ValueError as error:
         raise HTTPException(422, f"body: not JSON: {error}") from None
     faults = []

@@ -1,7 +1,7 @@
-"""What requests without the token may have of vLLM beside those of the run: sequences in its batch, and bodies.
+"""How many sequences of vLLM's batch requests without the token may have beside those of the run.
 
-vLLM serves requests in the order in which they come, and encodes their texts in that order: a few hundred of another
-user of the machine would hold the run for as long as they take. For one event loop.
+vLLM serves requests in the order in which they come: a few hundred of another user of the machine would hold the run
+for as long as they take. For one event loop.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from grpo_engine.errors import DataError
-from grpo_engine.server.engine import EngineUnavailable
 from grpo_engine.serving.access import Token
 
 SHARE = 1 / 4
 """Of all sequences, for requests without the token while the run has requests."""
-BODY_BYTES = 1 << 20
-"""Of bodies that vLLM's own routes have at a time: six texts of 8 MB held those of the run for 93 s, and took 6 GB."""
-MAX_WAITING_BODIES = 256
 RUN_HAS_LEFT_S = 600.0
 """Without a request of the run for so long, the others have the whole batch."""
 
@@ -72,43 +68,3 @@ class Slots:
     async def _notify(self) -> None:
         async with self._freed:
             self._freed.notify_all()
-
-
-class BodyRoom:
-    """Room for bodies of requests without the token; those that came first are let in first."""
-
-    def __init__(self) -> None:
-        self._num_free = BODY_BYTES
-        self._num_waiting = 0
-        self._turn = asyncio.Lock()
-        self._freed = asyncio.Event()
-
-    @asynccontextmanager
-    async def holding(self, num_bytes: int | None) -> AsyncIterator[None]:
-        """Wait until there is room for a body, and hold it until the block ends.
-
-        Args:
-            num_bytes: None: unknown, and it may be the longest.
-
-        Raises:
-            EngineUnavailable: too many wait.
-        """
-        num_held = BODY_BYTES if num_bytes is None else min(num_bytes, BODY_BYTES)
-        if self._num_waiting >= MAX_WAITING_BODIES:
-            raise EngineUnavailable(
-                f"{self._num_waiting} requests without the token of the run are waiting: retry later"
-            )
-        self._num_waiting += 1
-        try:
-            async with self._turn:
-                while num_held > self._num_free:
-                    self._freed.clear()
-                    await self._freed.wait()
-                self._num_free -= num_held
-        finally:
-            self._num_waiting -= 1
-        try:
-            yield
-        finally:
-            self._num_free += num_held
-            self._freed.set()

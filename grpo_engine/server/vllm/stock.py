@@ -18,21 +18,19 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from grpo_engine.errors import DataError, GrpoError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import WeightsBusy
-from grpo_engine.server.http.requests import MAX_BODY_BYTES, ClientDisconnected, only_owner, status_of
+from grpo_engine.server.http.requests import only_owner, read_bytes, status_of
 from grpo_engine.server.prompts import check_listed_prompts
 from grpo_engine.server.vllm.flags import frontend_of
-from grpo_engine.server.vllm.slots import BodyRoom
 from grpo_engine.serving.access import TOKEN_HEADERS, TOKEN_REQUIRED, Token, caller
-from grpo_engine.serving.bodies import has_body, num_declared_bytes
+from grpo_engine.serving.body_queue import replayed
 from grpo_engine.serving.connections import SomeWarnings, exception_place
 from grpo_engine.wire.codec import fail_fast
 
@@ -149,23 +147,13 @@ class StockApp:
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
-        self._room_without_token = BodyRoom()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request.
 
         Raises:
             HTTPException: the route answers only the run's owner.
-            EngineUnavailable: too many without the token wait.
         """
-        headers = Headers(scope=scope)
-        if caller().token is not Token.WRONG or not has_body(headers):
-            await self._answer(scope, receive, send)
-            return
-        async with self._room_without_token.holding(num_declared_bytes(headers)):
-            await self._answer(scope, receive, send)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
         if (ours := _ours(path)) is not None:
             text = f"{path} would change the model without the weight lock: use {ours}"
@@ -174,13 +162,13 @@ class StockApp:
         if path not in _INFERENCE and not path.startswith(_RESPONSES):
             only_owner(Request(scope))
         if path in _LISTS:
-            body = await _read(receive)
+            body = await read_bytes(Request(scope, receive))
             try:
                 await asyncio.to_thread(_check_lists, body)
             except DataError as error:
                 await JSONResponse(_error(str(error), 400), 400)(scope, receive, send)
                 return
-            receive = _again(body, receive)
+            receive = replayed(body, receive)
         if path.startswith(_OBJECT_LOGPROBS):
             caller().logprob_cost = _OBJECT_COST
         await self._app(dict(scope), receive, send)
@@ -260,36 +248,6 @@ def fail_fast_on_bodies(app: FastAPI) -> None:
     for route in app.routes:
         for field in getattr(getattr(route, "dependant", None), "body_params", ()):
             fail_fast(field._type_adapter)
-
-
-async def _read(receive: Receive) -> bytes:
-    """The body of a request.
-
-    Raises:
-        ClientDisconnected: the client closed the connection before the end of the body.
-    """
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES:,} bytes")
-        if not message.get("more_body", False):
-            return bytes(body)
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    """`receive` with the body that was read from it."""
-    unread = [body]
-
-    async def receive_again() -> Message:
-        if unread:
-            return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        return await receive()
-
-    return receive_again
 
 
 def _check_lists(body: bytes) -> None:
