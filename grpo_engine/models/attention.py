@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from grpo_engine.data.packing import PackedRows
+from grpo_engine.models.compiled import compiled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -198,10 +199,10 @@ def _kernel_order(device: torch.device) -> AbstractContextManager[None]:
 def _compiled_flex() -> Any:
     """Compiled once: uncompiled flex attention allocates all scores of a row."""
     log.info("compiling attention for packed rows: some 20 s, once on a machine")
-    return torch.compile(flex_attention, dynamic=True)
+    return compiled(flex_attention)
 
 
 @cache
 def _compiled_block_mask() -> Any:
     """Compiled once: uncompiled, a block mask takes a byte per pair of positions while it is created."""
-    return torch.compile(create_block_mask, dynamic=True)
+    return compiled(create_block_mask)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from grpo_engine.compilers import has_compiler
 from grpo_engine.errors import ModelError
 from grpo_engine.models.attention import keeping_attention, mask_aside, uses_training_attention
+from grpo_engine.models.compiled import compiled
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -64,7 +64,7 @@ def silence(model: nn.Module) -> None:
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile each layer separately, which fuses norms, rotations and activations; all layers share one compilation.
 
-    With dynamic shapes, since widths vary between batches. FSDP marks the modules of its layers for torch, which then
+    For any sizes, since widths vary between batches. FSDP marks the modules of its layers for torch, which then
     takes their own numbers, as the size of a head, for ones that vary, and reasons about products of them: on a CPU, a
     Llama layer that is found compiled was traced in 5.4 s instead of 2.2 (torch 2.11 and 2.13). The mark is taken off.
 
@@ -82,7 +82,7 @@ def compile_layers(model: PreTrainedModel) -> None:
         for module in layer.modules():
             if hasattr(module, _MARK_OF_FSDP):
                 setattr(module, _MARK_OF_FSDP, False)
-        layer.forward = _in_one_form(torch.compile(layer.forward, dynamic=True), takes_mask_aside=takes_mask_aside)
+        layer.forward = _in_one_form(compiled(layer.forward), takes_mask_aside=takes_mask_aside)
 
 
 def _in_one_form(forward: Callable[..., Any], *, takes_mask_aside: bool) -> Callable[..., Any]:
