@@ -7,6 +7,7 @@ of their own, which requests without it cannot fill.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from contextlib import suppress
 
 from starlette.datastructures import Headers
@@ -102,22 +103,22 @@ def too_many_marks(most: int) -> JSONResponse:
 class _Room:
     """Memory for bodies that are being received.
 
-    The longer body that began first always has room, so that several which are half received do not wait for each
-    other.
+    Of the short bodies, and of the longer ones, that which began first always has room, so that those which are half
+    received do not wait for each other.
     """
 
     def __init__(self, longest_bytes: int, num_at_once: int) -> None:
         self._num_bytes = longest_bytes * num_at_once
         self._num_shared_bytes = longest_bytes * (num_at_once - 1)
         self._num_received = 0
-        self._long: dict[_Body, None] = {}
+        self._short: OrderedDict[_Body, None] = OrderedDict()
+        self._long: OrderedDict[_Body, None] = OrderedDict()
         """In the order in which they began."""
         self._waiting: list[asyncio.Future[None]] = []
 
     async def has_room(self, body: _Body) -> bool:
         """Whether there is room for another part of it, or comes within `ROOM_WITHIN_S`."""
-        if not body.is_short:
-            self._long[body] = None
+        (self._short if body.is_short else self._long)[body] = None
         try:
             async with asyncio.timeout(ROOM_WITHIN_S):
                 while not self._has_room(body):
@@ -130,7 +131,7 @@ class _Room:
 
     def _has_room(self, body: _Body) -> bool:
         if body.is_short:
-            return self._num_received < self._num_bytes + SHORT_ROOM_BYTES
+            return body is next(iter(self._short)) or self._num_received < self._num_bytes + SHORT_ROOM_BYTES
         first = next(iter(self._long))
         return body is first or self._num_received - first.num_received < self._num_shared_bytes
 
@@ -139,7 +140,7 @@ class _Room:
 
     def remove(self, body: _Body) -> None:
         self._num_received -= body.num_received
-        self._long.pop(body, None)
+        (self._short if body.is_short else self._long).pop(body, None)
         waiting, self._waiting = self._waiting, []
         for freed in waiting:
             if not freed.done():

@@ -78,11 +78,17 @@ async def test_a_body_for_which_no_room_comes_is_refused_to_be_sent_again(monkey
         assert (await client.post("/", content=b"c")).text == "1"
 
 
-async def test_bodies_that_are_half_received_do_not_wait_for_each_other() -> None:
-    async with client_of(limited()) as client:
+@pytest.mark.parametrize("headers", [{}, {"Content-Length": "100"}])
+async def test_bodies_that_are_half_received_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+) -> None:
+    """1,500 short ones that were aborted kept others without the token from being received for 20 s."""
+    monkeypatch.setattr(bodies, "SHORT_ROOM_BYTES", 0)
+    monkeypatch.setattr(bodies, "ROOM_WITHIN_S", 2.0)
+    async with client_of(limited(num_at_once=1 if headers else 2)) as client:
         parts = [Parts(b"a" * 60, b"b" * 40) for _ in range(6)]
-        posts = await begun(client, *parts[:2])
-        posts += [asyncio.create_task(client.post("/", content=each)) for each in parts[2:]]
+        posts = await begun(client, *parts[:2], **headers)
+        posts += [asyncio.create_task(client.post("/", content=each, headers=headers)) for each in parts[2:]]
         for each in parts:
             each.may_end.set()
         assert [(await post).text for post in posts] == ["100"] * 6
