@@ -2,8 +2,9 @@
 
 A run is given as PROFILE[:MODE]:STEPS[:finished][+KEY=VALUE…]. It is ended after that many optimizer steps; with
 `finished` it has that many steps and runs to its end. Figures are read from the run folder only, so measuring slows
-nothing. With `--restart-at`, vLLM is restarted once, as by the key of the screen; with `--kill`, a process of a service
-is killed, of a trainer with several ranks the last one.
+nothing. With `--restart-at`, vLLM is restarted once, as by the key of the screen; with `--kill SERVICE@STEP`, the first
+process of a service is killed, of a trainer with several ranks the last one; with SERVICE+@STEP the one that the first
+has forked: the server below its fork server.
 """
 
 from __future__ import annotations
@@ -128,14 +129,21 @@ def _kill(folder: Path, text: str, spec: Spec, until: float, bench: Bench) -> No
     """Kill a process of a service, and print what that cost, once it is ready and two more steps are done."""
     name, _, step = text.partition("@")
     _follow(folder, spec, until, num_steps=int(step))
-    service = _service(folder, name)
+    service = _service(folder, name.removesuffix("+"))
     made, pid = _num_steps(folder), service.ranks[-1].pid if service.ranks else service.pid
     assert pid is not None, f"{name} has no process"
+    if name.endswith("+"):
+        forked = [each.pid for each in proc.descendants(pid) if each.parent == pid]
+        if not forked:
+            raise RuntimeError(f"{name}: {service.name} has forked nothing")
+        pid = forked[0]
     os.kill(pid, signal.SIGKILL)
     killed_at = time.time()
     _follow(folder, spec, until, num_steps=made + 2)
     # Not by its attempt, which ranks keep: they are started again within it.
-    while (again := _service(folder, name)).ready_at == service.ready_at or again.state is not ServiceState.READY:
+    while (
+        again := _service(folder, service.name)
+    ).ready_at == service.ready_at or again.state is not ServiceState.READY:
         if time.monotonic() > until:
             raise RuntimeError(f"{folder.name}: {name} is {again.state} after it was killed\n{_why(folder)}")
         time.sleep(LOOK_EVERY_S)
@@ -212,7 +220,9 @@ def _bring_up(spec: Spec, bench: Bench) -> Path:
     """Start the run and return its folder; it may not be ready yet."""
     settings = [f"services.trainer.training_steps={spec.steps if spec.finishes else spec.steps * BEYOND}"]
     settings += [f"bridge.mode={spec.mode}"] if spec.mode else []
-    settings += [f"services.{each.partition('@')[0]}.restart=on-failure" for each in bench.options.kill]
+    settings += [
+        f"services.{each.partition('@')[0].removesuffix('+')}.restart=on-failure" for each in bench.options.kill
+    ]
     settings += [*bench.options.run_set, *spec.settings]
     words = ["up", "--profile", spec.profile, "--detach", "--json"]
     said = _grpo(bench, *words, *(word for each in settings for word in ("--set", each)))

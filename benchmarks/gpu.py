@@ -375,8 +375,8 @@ def flags() -> argparse.ArgumentParser:
         "--kill",
         action="append",
         default=[],
-        metavar="SERVICE@STEP",
-        help="SIGKILL, after so many steps of each; repeat",
+        metavar="SERVICE[+]@STEP",
+        help="SIGKILL, after so many steps of each; + for what it has forked; repeat",
     )
     parser.add_argument("--down-limit", type=float, help="seconds that services get to end; default: their own")
     parser.add_argument("--trl-processes", type=int, default=1, help="one a GPU")
