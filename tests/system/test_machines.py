@@ -21,7 +21,7 @@ from grpo_tui.profile.cluster import has_ray
 pytestmark = [
     pytest.mark.skipif(not has_ray(), reason="Ray is not installed"),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-    pytest.mark.extended("test_cluster_broker.py and test_cluster_relay.py have the parts of it on one machine"),
+    pytest.mark.extended("test_cluster_lost_machines.py and test_cluster_relay.py have the parts of it on one machine"),
     pytest.mark.timeout(900),
 ]
 

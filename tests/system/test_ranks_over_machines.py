@@ -21,7 +21,7 @@ from grpo_tui.supervisor.keeper.proc import command_line, identify
 
 pytestmark = [
     pytest.mark.skipif(not has_ray(), reason="Ray is not installed"),
-    pytest.mark.extended("test_cluster_broker.py has the same with other programs and a cluster in this process"),
+    pytest.mark.extended("test_cluster_parts.py has the same with other programs and a cluster in this process"),
     pytest.mark.timeout(900),
 ]
 NUM_STEPS = 12
