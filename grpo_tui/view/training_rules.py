@@ -511,7 +511,10 @@ def who_waits(trainer: float, generation: float, limit: tuple[str, str] | None =
             f"environments wait for the trainer {100 * for_trainer:.0f}% of the time: training is the slower side, and "
             f"would keep up if it were {trainer / max(generation, 0.01):.1f} times as fast"
         )
-        hint = "give training more: --compile-layers, --micro-batch-tokens, more ranks (gpus of the trainer)"
+        hint = (
+            "give training more: --compile-layers, --micro-batch-tokens, more ranks (gpus of the trainer); on a GPU "
+            "that vLLM shares, --keep-kv-cache of vLLM spares it a prefill at each update"
+        )
     else:
         return None
     return text, hint
