@@ -35,10 +35,6 @@ _DASHES = re.compile(r"^[^\S\n]*-.*$", re.M)
 _FENCE = re.compile(r"^```(?:json|Json|JSON)?|```$")
 
 
-_MAX_TEXTS, _MAX_CHARS = 1000, 1 << 16
-"""Of an argument: each text of a list is looked for in every completion, some as a regular expression."""
-
-
 class UnknownInstruction(ConfigError):
     """An instruction that cannot be verified."""
 
@@ -90,21 +86,16 @@ def _read(value: Any, kind: type, where: str) -> Any:
             kind is int and math.isfinite(value) and value == int(value)
         ):  # data sets on the hub may store 3 as 3.0
             return int(value)
-        case str() if kind is str and value.strip() and len(value) <= _MAX_CHARS:
+        case str() if kind is str and value.strip():
             if where.endswith("relation") and value not in RELATIONS:
                 raise ConfigError(f"{where}: {value!r} is neither {' nor '.join(map(repr, RELATIONS))}")
             return value.strip()
         case list() if kind is list and value and all(isinstance(word, str) and word for word in value):
-            if len(value) <= _MAX_TEXTS and sum(map(len, value)) <= _MAX_CHARS:
-                return value
+            return value
     raise ConfigError(f"{where}: {shortened(repr(value))} is not {_SAID[kind]}")
 
 
-_SAID = {
-    int: "a whole number",
-    str: f"a text of at most {_MAX_CHARS:,} characters",
-    list: f"a list of at most {_MAX_TEXTS:,} texts with {_MAX_CHARS:,} characters in all",
-}
+_SAID = {int: "a whole number", str: "a text", list: "a list of texts"}
 
 
 # --- counting --------------------------------------------------------------------------------------------------------

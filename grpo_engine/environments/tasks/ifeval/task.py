@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 _MAX_INSTRUCTIONS = 100
 """Of a record: each is verified in every completion."""
+_MAX_TEXTS, _MAX_CHARS = 1000, 1 << 16
+"""Of a record, in the arguments of all its instructions: each text is looked for in every completion, some as a regular
+expression."""
 
 
 class IFEval(Task):
@@ -111,6 +114,16 @@ def _item(record: Mapping[str, Any], where: str) -> Item:
         checked_arguments(str(instruction), given or {}, where=where)
         for instruction, given in zip(instructions, arguments, strict=True)
     ]
+    texts = [text for given in checked for value in given.values() for text in _texts(value)]
+    if len(texts) > _MAX_TEXTS or sum(map(len, texts)) > _MAX_CHARS:
+        raise ConfigError(f"{where}: kwargs may have at most {_MAX_TEXTS:,} texts, of {_MAX_CHARS:,} characters in all")
     return Item(
         question=str(record["prompt"]), answer="", entry={"instruction_id_list": instructions, "kwargs": checked}
     )
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts of an argument, which is a number, a text or a list of texts."""
+    if isinstance(value, list):
+        return value
+    return [value] if isinstance(value, str) else []
