@@ -35,6 +35,7 @@ from grpo_tui.view.rollouts.reader import RolloutReader
 from grpo_tui.view.rollouts.state import GroupFilter
 from grpo_tui.view.run_settings import settings_of
 from grpo_tui.view.state import ViewState
+from grpo_tui.view.timeline import file
 from grpo_tui.view.timeline.file import TimelineFile
 
 COMPLETION: dict[str, Any] = {
@@ -79,6 +80,24 @@ def test_a_usage_line_of_a_time_that_no_clock_has_ends_no_reader_of_a_timeline(m
     timeline = TimelineFile(tmp_path)
     assert not timeline.read()
     assert (timeline.begins, timeline.ends, timeline.num_lines) == (10.5, 20.0, 2)
+
+
+def test_events_of_thousands_of_services_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = {"kind": "command", "attempt": 1, "restarts": 0, "ports": [], "gpus": [], "log": "a.log"}
+    services = [{**service, "name": name, "state": "waiting"} for name in "abc"]
+    status = {"run": "r", "profile": "p", "state": "running", "supervisor": None, "services": services}
+    ready = {"type": "service", "time": 1.0, "service": {**service, "name": "a", "state": "ready"}}
+    lines = [
+        {"type": "snapshot", "number": 0, "time": 0.0, "status": status},
+        *({**ready, "number": n} for n in range(1, 6)),
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    monkeypatch.setattr(file, "MAX_STATUSES_A_READ", 5)
+    timeline = TimelineFile(tmp_path)
+    assert [(timeline.read(), timeline.num_lines) for _ in range(4)] == [(True, 2), (True, 4), (True, 6), (False, 6)]
+    replay = timeline.past(1.0, None).status
+    assert replay is not None
+    assert [each.state for each in replay.services] == ["ready", "waiting", "waiting"]
 
 
 def test_of_samples_of_thousands_of_gpus_fewer_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

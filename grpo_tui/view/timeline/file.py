@@ -11,6 +11,7 @@ import os
 import re
 from array import array
 from bisect import bisect_right
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,6 +42,9 @@ from grpo_tui.view.timeline.state import Mark, MarkKind, Past
 
 MAX_BYTES_A_READ = 2 << 20
 """A longer line is not an event, and is skipped."""
+MAX_STATUSES_A_READ = 500_000
+"""Of services, which an event copies: some tenths of a second. Of 3,500 services a read would take half a minute, for
+which a screen that was left would wait."""
 CHECKPOINT_LINES = 256
 """So many lines are read again at most for a moment."""
 MAX_MARKS = 5000
@@ -80,6 +84,8 @@ class TimelineFile:
         self._forget()
 
     def _forget(self) -> None:
+        self._unread: deque[tuple[bytes, int]] = deque()
+        """Lines for the next read, and where they begin."""
         self._times = array("d")
         self._places = array("q")
         self._usage_lines = array("q")
@@ -109,15 +115,22 @@ class TimelineFile:
         return (*self._marks, *self._saved())
 
     def read(self) -> bool:
-        """Read what was added, at most some megabytes; returns whether there is more."""
-        new = self._tail.read()
-        if new.is_restarted:
-            self._forget()
-        begin = new.offset
-        for line in new.lines:
-            self._take(line, begin)
-            begin += len(line)
-        return new.has_more
+        """Read what was added, at most some megabytes or tenths of a second; returns whether there is more."""
+        has_more = bool(self._unread)
+        if not has_more:
+            new = self._tail.read()
+            if new.is_restarted:
+                self._forget()
+            begin = new.offset
+            for line in new.lines:
+                self._unread.append((line, begin))
+                begin += len(line)
+            has_more = new.has_more
+        num_statuses = 0
+        while self._unread and num_statuses < MAX_STATUSES_A_READ:
+            self._take(*self._unread.popleft())
+            num_statuses += 1 if self._now.status is None else len(self._now.status.services)
+        return has_more or bool(self._unread)
 
     def past(self, moment: float, service: str | None) -> Past:
         """The state of the run at a moment, with the log of a service as it was then."""
