@@ -358,9 +358,14 @@ class ApiState:
                 for other, count in self.queue.unused_by_environment.items()
                 if other != env_id
             )
+        queued = own + others
+        if self.queue.num_sequences < batch_size:
+            queued = min(queued, batch_size - 1)  # rounded up to a batch, they would be awaited without end
+        elif self.selection.fits_nothing and own < batch_size:
+            queued = own  # however many those of others are, no batch forms of them
         return EnvironmentStatus(
             current_step=self.run.step if self.run else 0,
-            queue_size=(own + others) // asker.group_size,
+            queue_size=queued // asker.group_size,
             unallocated_fraction=1.0 - min(1.0, sum(live.shares.values())),
             self_queue_size=own // asker.group_size,
             max_group_size=largest,

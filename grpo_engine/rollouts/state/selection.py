@@ -85,6 +85,11 @@ class Selection:
         self.is_stuck = batch is None
         return (batch, unmet) if batch else ([], ())
 
+    @property
+    def fits_nothing(self) -> bool:
+        """Whether it is stuck on the sizes of groups alone, and not on a guaranteed share."""
+        return self.is_stuck and self._short_since is None
+
     def waits_long_for_shares(self, now: float) -> bool:
         """Whether a guaranteed share alone has kept a batch from forming for half of the time that it may."""
         return self._short_since is not None and now - self._short_since > self.share_wait_s / 2

@@ -149,9 +149,12 @@ class Slots:
         num_unused = traffic.queue.num_unused
         free = num_slots - num_unused - self.num_sampled(live) - sum(traffic.leased.values())
         if free <= 0:
-            # Sizes that do not add up: one item more, while there is room for less than two batches of them.
-            has_room = traffic.batch_size <= num_unused < num_slots + 2 * traffic.batch_size
-            return demand.groups_per_item if traffic.is_stuck and own == 0 and has_room else 0
+            # Sizes that do not add up: one item more, while there is room for less than two batches of them, or its
+            # own are less than one: those of others may be any number that no batch is made of.
+            is_less = traffic.queue.unused_by_environment[claim.env_id] < traffic.batch_size
+            has_room = is_less or num_unused < num_slots + 2 * traffic.batch_size
+            is_needed = traffic.is_stuck and num_unused >= traffic.batch_size
+            return demand.groups_per_item if is_needed and own == 0 and has_room else 0
         for env_id, count in least_sequences(traffic.batch_size, shares).items():
             last = max(self._freed_at, self._supplied_at.get(env_id, 0.0))
             if env_id != claim.env_id and last >= waits_for_shares_since:

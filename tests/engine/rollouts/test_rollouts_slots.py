@@ -231,6 +231,32 @@ async def test_sizes_that_do_not_add_up_get_one_group_more_at_a_time() -> None:
         assert [len(each["tokens"]) for each in (await fetch(api, version=0))["batch"]] == [4, 4]
 
 
+async def test_groups_of_others_that_make_no_batch_keep_no_environment_from_sampling() -> None:
+    """Of any number of groups larger than a batch, or of one that was rounded up to a batch; all waited for each other
+    without end."""
+    async with api_with_bound(0) as api:
+        env = await join(api)
+        for _ in range(4):
+            assert (await api.post("/scored_data", json=group(5))).status_code == 200
+        assert (await fetch(api, version=0))["batch"] is None
+        assert await may_start(api, env) == 1
+        await post(api, env, version=0)
+        assert await may_start(api, env) == 1
+        await post(api, env, version=0)
+        assert len((await fetch(api, version=0))["batch"]) == 2
+    for size, batch_size, num_own in ((5, 4, 0), (5, 4, 1), (1, 8, 1)):
+        async with api_client() as api:
+            await api.post("/register", json={**REGISTRATION, "batch_size": batch_size})
+            await api.get("/batch")
+            own_size = batch_size // 2
+            env = (await api.post("/register-env", json={**ENVIRONMENT, "group_size": own_size})).json()["env_id"]
+            for made in (group(size), *[group(own_size, env_id=env)] * num_own):
+                assert (await api.post("/scored_data", json=made)).status_code == 200
+            assert (await api.get("/batch")).json()["batch"] is None
+            status = (await api.request("GET", "/status-env", json={"env_id": env})).json()
+            assert status["queue_size"] == num_own
+
+
 async def test_what_would_soon_be_too_old_is_delivered_before_what_arrived_earlier() -> None:
     async with api_with_bound(1) as api:
         env = await join(api)
