@@ -60,7 +60,7 @@ def range_of(key: str, values: Sequence[Any]) -> Range | None:
     kind, *ends = found.groups()
     try:
         low, high = (float(int(end)) if kind == "integers" else float(end) for end in ends)
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter beyond any float
         numbers = "whole numbers" if kind == "integers" else "numbers"
         raise ConfigError(f"{key}: {values[0]}: expected two {numbers}") from None
     if not (low < high and abs(low) + abs(high) < float("inf")) or (kind == "loguniform" and low <= 0):
