@@ -163,6 +163,12 @@ def test_a_mouse_event_after_a_size_of_0_is_ignored_and_ends_no_screen(report: s
     assert [type(event) for event in found] == [events.Resize, events.Key]
 
 
+def test_a_size_that_no_terminal_has_is_ignored() -> None:
+    """Textual makes every cell of it: 15 GB, until the memory ended."""
+    reported = [*PasteParser().feed("\x1b[48;99999;99999;0;0t\x1b[48;24;80;480;800t")]
+    assert [message.size for message in reported if isinstance(message, events.Resize)] == [(80, 24)]
+
+
 def test_a_key_that_is_no_character_ends_no_screen() -> None:
     typed = "\x1b[1114112ua\x1b[999999999~\x1b[99999999999ub"
     keys = [event.key for event in PasteParser().feed(typed) if isinstance(event, events.Key)]

@@ -20,6 +20,8 @@ from grpo_engine.wire.terminal_text import printable
 
 MAX_PASTED = 4096
 """Characters."""
+MAX_CELLS = 4096
+"""Columns or rows that a terminal may report: Textual makes every cell."""
 
 
 class PasteParser(XTermParser):
@@ -43,7 +45,7 @@ class PasteParser(XTermParser):
             new = (before + found)[len(self._tail) :]
             self._tail, data = ("", after) if found else (seen[1 - len(mark) :], "")
             if self._pasted is None:  # to Textual's parser the paste is empty
-                yield from (e for e in super().feed(new + END if found else new) if not isinstance(e, events.Paste))
+                yield from filter(_is_taken, super().feed(new + END if found else new))
                 self._pasted = "" if found else None
                 continue
             self._pasted = (self._pasted + new)[: MAX_PASTED + len(END)]
@@ -62,3 +64,10 @@ class PasteParser(XTermParser):
             return super()._parse_extended_key(sequence)
         except (ValueError, OverflowError):
             return [events.Key(Keys.Ignore, None)]  # with none, its bytes would be taken one by one
+
+
+def _is_taken(message: Message) -> bool:
+    """Whether it is neither a paste, which is read here, nor a size that no terminal has."""
+    if isinstance(message, events.Resize):
+        return max(message.size) <= MAX_CELLS
+    return not isinstance(message, events.Paste)
