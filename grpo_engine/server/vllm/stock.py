@@ -152,7 +152,7 @@ class StockApp:
         """Answer one request.
 
         Raises:
-            HTTPException: the route answers only the run's owner.
+            HTTPException: the route, or such a request, is only for the run's owner.
         """
         path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
         if (ours := _ours(path)) is not None:
@@ -164,7 +164,7 @@ class StockApp:
         if path in _LISTS:
             body = await read_bytes(Request(scope, receive))
             try:
-                await asyncio.to_thread(_check_lists, body)
+                await asyncio.to_thread(_check_body, body)
             except DataError as error:
                 await JSONResponse(_error(str(error), 400), 400)(scope, receive, send)
                 return
@@ -250,13 +250,16 @@ def fail_fast_on_bodies(app: FastAPI) -> None:
             fail_fast(field._type_adapter)
 
 
-def _check_lists(body: bytes) -> None:
+def _check_body(body: bytes) -> None:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):  # vLLM answers it
         return
     if isinstance(fields, dict):
         check_listed_prompts(fields)
+        # Each end that a beam comes by is kept, with all tokens and log-probabilities before it, until the last step.
+        if fields.get("use_beam_search") and caller().token is Token.WRONG:
+            raise HTTPException(401, f"use_beam_search: {TOKEN_REQUIRED}", TOKEN_HEADERS)
 
 
 def _error(text: str, status: int) -> dict[str, Any]:
