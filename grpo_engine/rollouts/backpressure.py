@@ -76,7 +76,7 @@ class Admission:
         Raises:
             Refusal: 503 when there is no room within `hold_s`, 400 when the sender closed its connection meanwhile.
         """
-        has_room = partial(self._has_room, {group.env_id for group in groups})
+        has_room = partial(self._has_room, {(group.env_id, group.num_sequences) for group in groups})
         if has_room():
             return
         num_bytes = sum(len(group.body) for group in groups)
@@ -97,21 +97,34 @@ class Admission:
             self.num_held -= 1
             self._held_bytes -= num_bytes
 
-    def _has_room(self, senders: set[int | None]) -> bool:
+    def _has_room(self, sizes: set[tuple[int | None, int]]) -> bool:
+        """Args: sizes: of the groups, with their environments."""
         config, state = self._config, self._state()
         if config.buffer != "once":  # it makes room for them
             return True
         batch_size = state.run.request.batch_size if state.run else 0
         sequences = state.num_waiting_sequences()
-        # Whatever the limits: with room for less than two batches, leftovers could keep every batch from forming.
-        if sequences < max(1, 2 * batch_size):
+        # Whatever the limits: with room for less than two batches, leftovers could keep every batch from forming. What
+        # is buffered makes no batch, and is bounded.
+        if state.queue.num_sequences < max(1, 2 * batch_size):
             return True
         if sequences < config.max_queued_sequences and state.num_waiting_bytes() < config.max_queued_bytes:
             return True
         # The queue makes no batch as it is: admit environments whose groups could complete one.
-        own = state.queue.sequences_by_environment
-        are_known = senders <= {None, *state.environments.records}
-        return state.selection.is_stuck and are_known and all(own[id_] < batch_size for id_ in senders)
+        return state.selection.is_stuck and all(self._may_complete(env_id, size) for env_id, size in sizes)
+
+    def _may_complete(self, env_id: int | None, size: int) -> bool:
+        """Whether less than a batch of its environment is queued, or of groups of its size where that is its own."""
+        state = self._state()
+        assert state.run is not None
+        batch_size, queue = state.run.request.batch_size, state.queue
+        if env_id is None:
+            return queue.sequences_by_environment[None] < batch_size
+        record = state.environments.records.get(env_id)
+        if record is None:
+            return False
+        is_less = queue.sequences_by_environment[env_id] < batch_size
+        return is_less or (size == record.group_size and queue.sequences_in_groups_of(size, env_id) < batch_size)
 
     def _full(self) -> Refusal:
         waiting = self._state().num_waiting_sequences()

@@ -361,8 +361,10 @@ class ApiState:
         queued = own + others
         if self.queue.num_sequences < batch_size:
             queued = min(queued, batch_size - 1)  # rounded up to a batch, they would be awaited without end
-        elif self.selection.fits_nothing and own < batch_size:
-            queued = own  # however many those of others are, no batch forms of them
+        elif self.selection.fits_nothing:
+            # However many those of others are, or its own of other sizes, no batch forms of them.
+            whole = min(own, self.queue.sequences_in_groups_of(asker.group_size, env_id))
+            queued = whole if whole < batch_size else queued
         return EnvironmentStatus(
             current_step=self.run.step if self.run else 0,
             queue_size=queued // asker.group_size,

@@ -66,6 +66,10 @@ class Queue:
         """Sequences of the largest group; 1 for an empty queue, since clients divide by it."""
         return max(self._sizes, default=1)
 
+    def sequences_in_groups_of(self, size: int, env_id: int) -> int:
+        """Sequences of an environment in groups of this size: those of other sizes may make no batch, however many."""
+        return size * self.num_groups[env_id, size]
+
     def has_one_size(self) -> bool:
         """Whether all groups have as many sequences."""
         return len(self._sizes) <= 1

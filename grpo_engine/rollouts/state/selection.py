@@ -36,6 +36,8 @@ class Selection:
         """Whether groups are queued that were delivered as often as they may be: buffer_uses was larger before."""
         self.is_stuck = False
         """Whether a batch was requested, and the queue has enough sequences but no combination that fits."""
+        self.fits_nothing = False
+        """Whether it is stuck on the sizes of groups alone, and not on a guaranteed share."""
         self.num_chances = 0
         """Incremented whenever a batch may have become possible."""
         self._is_formable = True
@@ -83,12 +85,8 @@ class Selection:
         # A queue that makes no batch makes none until it changes; with shares, time alone can make one possible.
         self._is_formable = batch is not None or bool(shares)
         self.is_stuck = batch is None
+        self.fits_nothing = batch is None and (not short or bool(unmet))
         return (batch, unmet) if batch else ([], ())
-
-    @property
-    def fits_nothing(self) -> bool:
-        """Whether it is stuck on the sizes of groups alone, and not on a guaranteed share."""
-        return self.is_stuck and self._short_since is None
 
     def waits_long_for_shares(self, now: float) -> bool:
         """Whether a guaranteed share alone has kept a batch from forming for half of the time that it may."""

@@ -150,8 +150,8 @@ class Slots:
         free = num_slots - num_unused - self.num_sampled(live) - sum(traffic.leased.values())
         if free <= 0:
             # Sizes that do not add up: one item more, while there is room for less than two batches of them, or its
-            # own are less than one: those of others may be any number that no batch is made of.
-            is_less = traffic.queue.unused_by_environment[claim.env_id] < traffic.batch_size
+            # own of its size are less than one: all others may be any number that no batch is made of.
+            is_less = traffic.queue.sequences_in_groups_of(claim.group_size, claim.env_id) < traffic.batch_size
             has_room = is_less or num_unused < num_slots + 2 * traffic.batch_size
             is_needed = traffic.is_stuck and num_unused >= traffic.batch_size
             return demand.groups_per_item if is_needed and own == 0 and has_room else 0

@@ -257,6 +257,48 @@ async def test_groups_of_others_that_make_no_batch_keep_no_environment_from_samp
             assert status["queue_size"] == num_own
 
 
+async def test_groups_of_other_sizes_under_its_own_id_keep_no_environment_from_sampling() -> None:
+    """One larger than a batch, or small ones that were queued as they are, counted as its own; it waited for a batch
+    of them without end, and where the queue was full its groups were refused."""
+    for bound in (None, 0):
+        async with api_client(max_queued_sequences=8, hold_s=0) as api:
+            await api.post("/register", json={**REGISTRATION, "batch_size": 4, "max_staleness": bound})
+            await api.get("/batch")
+            env = await join(api)
+            for _ in range(3):
+                assert (await api.post("/scored_data", json=group(5, env_id=env))).status_code in (200, 503)
+                assert (await api.get("/batch")).json()["batch"] is None
+            body = {"env_id": env, "sampled": 0, "wanted_items": 1}
+            status = (await api.request("GET", "/status-env", json=body)).json()
+            assert status["may_start"] == 1 if bound is not None else status["queue_size"] == 0
+            for _ in range(2):
+                assert (await api.post("/scored_data", json=group(env_id=env))).status_code == 200
+            assert len((await api.get("/batch")).json()["batch"]) == 2
+
+
+async def test_groups_that_make_no_batch_keep_none_from_sampling_beside_a_share_that_lapsed() -> None:
+    async with api_client(share_wait_s=0) as api:
+        await api.post("/register", json={**REGISTRATION, "batch_size": 4})
+        await api.get("/batch")
+        env = await join(api)
+        await join(api, desired_name="silent", min_batch_allocation=0.5)
+        for _ in range(2):
+            await api.post("/scored_data", json=group(5))
+        assert (await api.get("/batch")).json()["batch"] is None
+        assert (await api.request("GET", "/status-env", json={"env_id": env})).json()["queue_size"] == 0
+
+
+async def test_buffered_groups_leave_room_for_a_batch() -> None:
+    """They counted as queued, and kept out what would have completed a group."""
+    async with api_client(max_queued_sequences=1, hold_s=0) as api:
+        await api.post("/register", json={**REGISTRATION, "batch_size": 8})
+        await api.get("/batch")
+        env = await join(api, group_size=8)
+        for size in (5, 5, 5, 5, 3):
+            assert (await api.post("/scored_data", json=group(size, env_id=env))).status_code == 200
+        assert len((await api.get("/batch")).json()["batch"]) == 2
+
+
 async def test_what_would_soon_be_too_old_is_delivered_before_what_arrived_earlier() -> None:
     async with api_with_bound(1) as api:
         env = await join(api)
