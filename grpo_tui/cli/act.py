@@ -23,6 +23,7 @@ from grpo_tui.client.api import (
     replace_daemon,
     runs,
     stored_status,
+    sweep_killed,
     until_gone,
 )
 from grpo_tui.exit_codes import ExitCode
@@ -72,11 +73,13 @@ def down_command(
     """End a run and all of its processes. Prints what it ended and how long each part took."""
     if run is not None and asyncio.run(end_orphans(run, write_line)):
         return
-    targets = [each for each in runs() if each.is_live] if all_ else [_live(run_to_act_on(run))]
+    targets = [each for each in runs() if each.is_live] if all_ else [run_to_act_on(run)]
     if not targets:
         raise NoSuchRun("no live run here")
+    if not all_ and not targets[0].is_live and asyncio.run(sweep_killed(targets[0], write_line)):
+        return
     for target in targets:
-        asyncio.run(_down(target, timeout, take_ports))
+        asyncio.run(_down(target if all_ else _live(target), timeout, take_ports))
 
 
 def upgrade_command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,11 +12,11 @@ from grpo_engine.errors import PeerError, PeerUnavailable
 from grpo_engine.wire.run_folder import PLAN_FILE, SUPERVISOR_LOG
 from grpo_engine.wire.supervisor import RunStatus, Warning, how_to_go_on
 from grpo_tui.client.launch import OpenedRun, ensure_daemon, open_run, replace_daemon
-from grpo_tui.client.local import NoSuchRun, Run, find_run, latest_metrics, look_at, runs, stored_status
+from grpo_tui.client.local import NoSuchRun, Run, find_run, is_over, latest_metrics, look_at, runs, stored_status
 from grpo_tui.client.new_daemon import NewDaemon, StartFailed
 from grpo_tui.client.socket import Daemon
-from grpo_tui.paths import registration_path, socket_path
-from grpo_tui.supervisor.lock import has_daemon
+from grpo_tui.paths import registration_path, require_own, socket_path
+from grpo_tui.supervisor.lock import has_daemon, take_lock
 
 __all__ = [
     "Daemon",
@@ -35,6 +36,7 @@ __all__ = [
     "run_status",
     "runs",
     "stored_status",
+    "sweep_killed",
     "until_gone",
 ]
 
@@ -69,6 +71,32 @@ async def end_orphans(run_id: str, report: Callable[[str], None]) -> bool:
         for path in (socket_path(folder), registration_path(folder)):
             path.unlink(missing_ok=True)
     return True
+
+
+async def sweep_killed(run: Run, report: Callable[[str], None]) -> bool:
+    """Remove what a run left in shared memory and its temporary folder; returns whether there was anything.
+
+    Only of a run that was killed with its supervisor (a job that ended, a limit of memory), which removes it otherwise.
+
+    Raises:
+        ForeignFolder: another user owns the folder.
+        StartRefused: a run of this id is live in another folder.
+    """
+    from grpo_tui.client.second_run import require_own_id  # here, since few commands need them
+    from grpo_tui.supervisor import teardown
+
+    if is_over(run.folder):
+        return False
+    require_own(run.folder)
+    require_own_id(run)
+    lock = take_lock(run.folder)
+    if lock is None:  # a supervisor starts
+        return False
+    try:
+        swept = await teardown.sweep(run.id, None, ports=(), report=report, run_folder=run.folder)
+    finally:
+        os.close(lock)
+    return bool(swept.removed)
 
 
 def _folders_of(run_id: str) -> set[Path]:

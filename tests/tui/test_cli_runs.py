@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,10 +21,12 @@ from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.environment_variables import RUN_FOLDER_VARIABLE, RUN_VARIABLE
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus, SupervisorInfo
+from grpo_tui.cli.act import down_command
 from grpo_tui.cli.arguments import run_to_act_on, split
 from grpo_tui.cli.look import _with_diagnosis, status_command
 from grpo_tui.client.local import NoSuchRun, find_run, look_at, runs, stored_status
 from grpo_tui.keeper_process import read_stat
+from grpo_tui.supervisor import teardown, temporary
 from grpo_tui.supervisor.keeper.client import ProcessEntry
 from grpo_tui.supervisor.lock import has_daemon, take_lock
 
@@ -183,3 +186,25 @@ def test_a_command_on_the_newest_of_several_runs_names_it(
         assert capsys.readouterr().err == "using newer, the newest live run; others: older\n"
         assert run_to_act_on("older").id == "older"
         assert capsys.readouterr().err == ""
+
+
+def test_down_removes_what_a_run_left_that_was_killed_with_its_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a job or a limit of memory kills all processes at once: its weights stayed in memory until a resume ended."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(teardown, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = []
+    for name, state in (("killed-1", RunState.RUNNING), ("ended-1", RunState.STOPPED)):
+        make_state(make_run(tmp_path / "logs", name, 1.0), state)
+        weights, folder = tmp_path / f"grpo-{name}-0123-weights", temporary.make_folder(name)
+        weights.touch()
+        left.append((weights, folder))
+    down_command("killed-1")
+    assert f"removed from shared memory: {left[0][0]}" in capsys.readouterr().out
+    assert not any(path.exists() for path in left[0])
+    for run in ("killed-1", "ended-1"):
+        with pytest.raises(NoSuchRun, match="has ended"):
+            down_command(run)
+    assert all(path.exists() for path in left[1])
