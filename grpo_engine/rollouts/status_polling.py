@@ -64,6 +64,9 @@ class StatusPolling:
         freed = {state.report_sampling(each.env_id, each.sampled) for each in reports if each.sampled is not None}
         if True in freed:
             self._waiters.notify()
+            # Those that wait take the slots first: an environment of which all groups are dropped would take them
+            # again without end, and others lack the last of a batch.
+            await asyncio.sleep(0)
 
         def is_any_news() -> bool:
             return any(map(self._is_news, requests))

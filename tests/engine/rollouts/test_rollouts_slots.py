@@ -288,6 +288,18 @@ async def test_groups_that_make_no_batch_keep_none_from_sampling_beside_a_share_
         assert (await api.request("GET", "/status-env", json={"env_id": env})).json()["queue_size"] == 0
 
 
+async def test_slots_of_dropped_groups_go_to_an_environment_that_waits_for_them() -> None:
+    """With equal scores in all its groups, one took its slots again at once, and no batch of the other was complete."""
+    async with api_with_bound(0) as api:
+        waiting, dropping = await join(api), await join(api, desired_name="dropping")
+        await post(api, waiting, version=0)
+        assert await may_start(api, dropping) == 1
+        held = asyncio.create_task(may_start(api, waiting, wait_s=5, current_step=0, queue_size=1))
+        await asyncio.sleep(0.05)
+        assert await may_start(api, dropping, sampled=0) == 0
+        assert await held == 1
+
+
 async def test_buffered_groups_leave_room_for_a_batch() -> None:
     """They counted as queued, and kept out what would have completed a group."""
     async with api_client(max_queued_sequences=1, hold_s=0) as api:
