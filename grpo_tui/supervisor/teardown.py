@@ -42,7 +42,7 @@ GPU_LIMIT_S = 15.0
 GPU_ROUND_S = 0.1
 SHARED_MEMORY = "/dev/shm"
 CUDA_SHARED = re.compile(r"cuda\.shm\.[^.]+\.([0-9a-f]+)\.")
-TORCH_SHARED = re.compile(r"torch_(\d+)_")
+NAMED_SHARED = re.compile(r"(?:torch|psm)_(\d+)_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,8 +211,9 @@ def remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list[
 
     Of a run `a`, what a live run `a-b` has made, `grpo-a-b-*`, is left alone.
 
-    The CUDA driver (`cuda.shm.<device>.<pid in hex>.<n>`) and torch (`torch_<pid>_*`) leave the files by which memory
-    was shared between processes, unless every process that mapped it ended in the right order.
+    The CUDA driver (`cuda.shm.<device>.<pid in hex>.<n>`), torch (`torch_<pid>_*`) and our servers with vLLM
+    (`psm_<pid>_*`) leave the files by which memory was shared between processes, unless every process that mapped it
+    ended in the right order.
     """
     dead = {entry.pid for entry in ledger if proc.identify(entry.pid) is None}  # nor a later process with its pid
     others = () if run is None else _stems_of_longer_names(run)
@@ -244,7 +245,7 @@ def _left_by(name: str) -> int | None:
     """The process that made a file of shared memory, if its name contains the pid."""
     if found := CUDA_SHARED.match(name):
         return int(found[1], 16)
-    return int(found[1]) if (found := TORCH_SHARED.match(name)) else None
+    return int(found[1]) if (found := NAMED_SHARED.match(name)) else None
 
 
 def _of_ours(is_left: Callable[[str], bool]) -> Iterator[tuple[str, bool]]:

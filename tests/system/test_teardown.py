@@ -402,8 +402,12 @@ def ended_process() -> ProcessId:
 async def test_shared_memory_that_drivers_made_for_an_exited_process_is_removed(stage: Stage) -> None:
     dead = ended_process()
     folder = Path("/dev/shm")
-    left = [folder / f"cuda.shm.0.{dead.pid:x}.1", folder / f"torch_{dead.pid}_2613122617_0"]
-    kept = [folder / f"cuda.shm.0.{os.getpid():x}.1", folder / f"torch_{os.getpid()}_1_0"]
+    left = [
+        folder / f"cuda.shm.0.{dead.pid:x}.1",
+        folder / f"torch_{dead.pid}_2613122617_0",
+        folder / f"psm_{dead.pid}_0a1b2c3d",
+    ]
+    kept = [folder / f"cuda.shm.0.{os.getpid():x}.1", folder / f"torch_{os.getpid()}_1_0", folder / "psm_0a1b2c3d"]
     try:
         for path in (*left, *kept):
             path.touch()

@@ -6,12 +6,14 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.server.config import ServerConfig
+from grpo_engine.server.vllm.patches import name_shared_memory
 from grpo_engine.server.vllm.sockets import FOLDER_VARIABLE, socket_folder
 from grpo_engine.wire.supervisor import MAX_TEMPORARY_FOLDER_BYTES
 
@@ -106,3 +108,15 @@ def test_a_temporary_folder_that_cannot_be_written_is_named(monkeypatch: pytest.
         socket_folder(config(), {}),
     ):
         pass
+
+
+def test_shared_memory_of_vllm_is_named_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queues of 250 MB stayed in /dev/shm after kill -9: their names did not say whose they were."""
+    monkeypatch.setattr(shared_memory, "_make_filename", shared_memory._make_filename)  # type: ignore[attr-defined]
+    name_shared_memory()
+    memory = shared_memory.SharedMemory(create=True, size=16)
+    try:
+        assert memory.name.startswith(f"psm_{os.getpid()}_")
+    finally:
+        memory.close()
+        memory.unlink()
