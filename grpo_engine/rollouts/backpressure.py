@@ -98,7 +98,7 @@ class Admission:
             self._held_bytes -= num_bytes
 
     def _has_room(self, sizes: set[tuple[int | None, int]]) -> bool:
-        """Args: sizes: of the groups, with their environments."""
+        """Whether groups of these environments and numbers of sequences are admitted now."""
         config, state = self._config, self._state()
         if config.buffer != "once":  # it makes room for them
             return True
