@@ -33,8 +33,8 @@ class ServerConfig(Config):
     """Require no token, also under a supervisor: for stock trainers. Every user of this machine can then change the
     served weights."""
     sampling_needs_token: bool = False
-    """Answer `/generate`, `/v1` and all else but `/health` and `/metrics` with the token only: nobody but the run then
-    uses the GPU. Stock clients send it as their API key."""
+    """Require the token for `/generate`, `/v1` and every other route except `/health` and `/metrics`, so that only the
+    run uses the GPU. Stock clients send it as their API key."""
     port: int = Field(9001, ge=0, le=65535)
     """Port to listen on; 0 chooses a free one."""
     dtype: DtypeName = "bfloat16"
