@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -183,9 +184,12 @@ def _read_from(path: Path, offset: int) -> Part:
         return Part(b"", 0, Place(0, 0, 0))
 
 
-def _opened(path: Path) -> BinaryIO:
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file; what cannot be read of it is one message too, as of a disk that fails."""
     try:
-        return open_file(path)
+        with open_file(path) as file:
+            yield file
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_engine.errors import GrpoError
 from grpo_tui.cli import follow
 from grpo_tui.cli.metrics import metrics_command
 from grpo_tui.client.local import latest_metrics
@@ -178,3 +179,10 @@ def test_only_the_requested_metrics_are_shown(
     assert capsys.readouterr().out == "step 2  train/loss 0.5  reward/mean 0.25\n"
     metrics_command("r", only=["nosuch"])
     assert "no metric of r starts with nosuch" in capsys.readouterr().err
+
+
+def test_a_log_whose_bytes_cannot_be_read_is_one_message(tmp_path: Path) -> None:
+    """As on a disk that fails; `logs` ended with a traceback."""
+    (tmp_path / "trainer.log").symlink_to("/proc/self/mem")
+    with pytest.raises(GrpoError, match=r"trainer.log: cannot be read: Input/output error"):
+        last_lines(tmp_path / "trainer.log", 5)

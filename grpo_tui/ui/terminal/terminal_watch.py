@@ -10,18 +10,24 @@ from __future__ import annotations
 import os
 import select
 import signal
+import stat
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 LEAVE_WITHIN_S = 1.5
 """From the hang-up or signal to the end of the process."""
 LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 RESTORE = b"\x1b[?1049l\x1b[?25h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1004l\x1b[?2004l\x1b[<u\x1b[0m\x1b[23;0t"
 """What is written at the end: main screen, cursor, no mouse, focus or paste reports, plain keys and colours, title."""
+CANCEL = b"\x18"
+"""Ends the control sequence of which the rest was dropped."""
+RESTORE_WITHIN_S = 0.3
 EXIT_CODE = 128 + signal.SIGHUP
 
 
@@ -35,8 +41,8 @@ class TerminalWatch:
             leave: asks the app to exit; called in the main thread by a signal, else in the thread of the watch.
         """
         self._leave = leave
-        self._terminal = sys.__stdin__.fileno() if sys.__stdin__ is not None and sys.__stdin__.isatty() else -1
-        self._settings = termios.tcgetattr(self._terminal) if self._terminal >= 0 else None
+        self._terminal = _terminal()
+        self._settings = _settings_of(self._terminal)
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._is_over = False
         self._is_leaving = False
@@ -80,10 +86,42 @@ class TerminalWatch:
         os._exit(EXIT_CODE)
 
     def _restore_terminal(self) -> None:
-        """Restore the terminal where it still exists; never blocks."""
+        """Restore the terminal where it still exists; never blocks for longer than `RESTORE_WITHIN_S`."""
         if self._settings is None:
             return
         with suppress(OSError, termios.error):
-            os.set_blocking(self._terminal, False)
-            os.write(self._terminal, RESTORE)
             termios.tcsetattr(self._terminal, termios.TCSANOW, self._settings)
+            was_blocking = os.get_blocking(self._terminal)  # of the shell's descriptors too
+            os.set_blocking(self._terminal, False)
+            try:
+                self._write_restore()
+            finally:
+                os.set_blocking(self._terminal, was_blocking)
+
+    def _write_restore(self) -> None:
+        """Write it, in place of frames that nobody has read where there is no room for it."""
+        until, text = time.monotonic() + RESTORE_WITHIN_S, RESTORE
+        while time.monotonic() < until:
+            with suppress(BlockingIOError):  # no room, or Textual's thread still waits for some
+                if os.write(self._terminal, text) == len(text):
+                    return
+            termios.tcflush(self._terminal, termios.TCOFLUSH)
+            for action in (termios.TCOOFF, termios.TCOON):  # wakes Textual's thread, which has the lock of the terminal
+                termios.tcflow(self._terminal, action)
+            text = CANCEL + RESTORE
+            time.sleep(0.001)
+
+
+def _terminal() -> int:
+    """The descriptor of stdin where it is a terminal, also one that is gone, for which `isatty` is false; else -1."""
+    if sys.__stdin__ is None:
+        return -1
+    descriptor = sys.__stdin__.fileno()
+    return descriptor if stat.S_ISCHR(os.fstat(descriptor).st_mode) else -1
+
+
+def _settings_of(terminal: int) -> list[Any] | None:
+    try:
+        return termios.tcgetattr(terminal) if terminal >= 0 else None
+    except termios.error:  # it is gone, or no terminal but /dev/null
+        return None
