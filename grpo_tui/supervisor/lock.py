@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
 import time
 from pathlib import Path
 
-from grpo_engine.errors import PeerError
+from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.codec import from_line, write_json_atomically
 from grpo_engine.wire.run_folder import ADDRESS_FILE, LOCK_FILE
 from grpo_engine.wire.supervisor import Address
@@ -25,8 +26,18 @@ def take_lock(run_folder: Path) -> int | None:
     """Take the run's lock until this process ends; None when another supervisor has it.
 
     `has_daemon` in another process takes the lock for a moment, so one failure does not prove that there is one.
+
+    Raises:
+        GrpoError: it is a link, a folder or a socket, as in a folder from elsewhere.
+        OSError: the disk is full, or the folder cannot be written to.
     """
-    descriptor = os.open(run_folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    path = run_folder / LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise GrpoError(f"{path}, the lock of the run, is not a regular file: remove it") from None
+        raise
     os.fchmod(descriptor, 0o600)  # one that others can open counts for nothing in `has_daemon`
     deadline = time.monotonic() + TAKE_LIMIT_S
     while True:

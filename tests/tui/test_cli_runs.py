@@ -17,9 +17,10 @@ from launches import keeper_state
 from screen_fakes import run_status
 
 from grpo_engine.diagnosis.evidence import RunSettings
-from grpo_engine.errors import PeerError
+from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.environment_variables import RUN_FOLDER_VARIABLE, RUN_VARIABLE
+from grpo_engine.wire.run_folder import LOCK_FILE
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus, SupervisorInfo
 from grpo_tui.cli.act import down_command
 from grpo_tui.cli.arguments import run_to_act_on, split
@@ -201,6 +202,11 @@ def test_down_removes_what_a_run_left_that_was_killed_with_its_supervisor(
         weights, folder = tmp_path / f"grpo-{name}-0123-weights", temporary.make_folder(name)
         weights.touch()
         left.append((weights, folder))
+    lock = tmp_path / "logs" / "killed-1" / LOCK_FILE
+    lock.symlink_to("/dev/null")  # in a folder from elsewhere: it ended with a traceback
+    with pytest.raises(GrpoError, match=r"daemon.lock, the lock of the run, is not a regular file"):
+        down_command("killed-1")
+    lock.unlink()
     down_command("killed-1")
     assert f"removed from shared memory: {left[0][0]}" in capsys.readouterr().out
     assert not any(path.exists() for path in left[0])

@@ -46,6 +46,7 @@ class TerminalWatch:
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._is_over = False
         self._is_leaving = False
+        self._is_restoring = False
         self._thread = threading.Thread(target=self._watch, name="terminal-watch", daemon=True)
         self._handlers: dict[int, object] = {}
 
@@ -57,6 +58,8 @@ class TerminalWatch:
 
     def __exit__(self, *_: object) -> None:
         """End the watch; once the terminal is gone it goes on until the process has ended."""
+        if self._is_restoring:  # which frees Textual's thread, and so this one
+            self._thread.join()
         if self._is_leaving:
             return
         self._is_over = True
@@ -82,6 +85,7 @@ class TerminalWatch:
         self._is_leaving = True
         self._leave()
         threading.Event().wait(LEAVE_WITHIN_S)
+        self._is_restoring = True
         self._restore_terminal()
         os._exit(EXIT_CODE)
 
