@@ -142,6 +142,7 @@ async def _down(run: Run, timeout_s: float | None, take_ports: bool) -> None:
             to_stderr=True,
         )
         raise typer.Exit(ExitCode.FAILED)
+    await sweep_killed(run, write_line)  # where the last supervisor was killed between its services and their memory
     write_line(f"{run.id}: {state} in {took}; no process is left")
     if state not in ENDED_RUN_STATES:
         raise typer.Exit(ExitCode.FAILED)

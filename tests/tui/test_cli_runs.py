@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from grpo_engine.wire.codec import write_json_atomically
 from grpo_engine.wire.environment_variables import RUN_FOLDER_VARIABLE, RUN_VARIABLE
 from grpo_engine.wire.run_folder import LOCK_FILE
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus, SupervisorInfo
+from grpo_tui.cli import act
 from grpo_tui.cli.act import down_command
 from grpo_tui.cli.arguments import run_to_act_on, split
 from grpo_tui.cli.look import _with_diagnosis, status_command
@@ -214,3 +216,20 @@ def test_down_removes_what_a_run_left_that_was_killed_with_its_supervisor(
         with pytest.raises(NoSuchRun, match="has ended"):
             down_command(run)
     assert all(path.exists() for path in left[1])
+
+
+def test_down_removes_the_memory_of_a_run_whose_supervisor_is_killed_once_its_services_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answered that no process was left, and the weights stayed in memory."""
+    monkeypatch.setattr(teardown, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make_state(make_run(tmp_path / "logs", "killed-1", 1.0), RunState.RUNNING)
+    (tmp_path / "grpo-killed-1-0123-weights").touch()
+
+    async def is_killed(*_: object) -> None: ...
+
+    monkeypatch.setattr(act, "_send_down", is_killed)
+    asyncio.run(act._down(look_at(tmp_path / "logs" / "killed-1"), None, False))
+    assert "no process is left" in capsys.readouterr().out
+    assert not (tmp_path / "grpo-killed-1-0123-weights").exists()
