@@ -28,6 +28,8 @@ CERTIFICATE_FILE, KEY_FILE = "ray.crt", "ray.key"
 READY_WITHIN_S = 300.0
 STOP_GRACE_S = 30.0
 """For the broker: the agents of all machines end what is left there."""
+LOG_BYTES = 4 << 20
+"""Of each log of Ray's, and of the one before: its agents log a request that is no HTTP with 9 kB, whoever sent it."""
 
 
 def with_cluster(launches: Sequence[Launch], profile: Profile, place: Place) -> tuple[list[Launch], ClusterPlan | None]:
@@ -125,6 +127,8 @@ def _environment(place: Place, *, is_private: bool) -> dict[str, str]:
     }
     if is_private:
         own |= {
+            "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES),
+            "RAY_ROTATION_BACKUP_COUNT": "1",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(place.run_folder / TOKEN_FILE),
             "RAY_USE_TLS": "1",  # both sides show the certificate: some requests end a process before it asks a token

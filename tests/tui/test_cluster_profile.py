@@ -105,6 +105,7 @@ def test_a_plan_on_a_cluster_starts_the_cluster_and_its_broker_before_what_takes
     assert Plan.from_json(plan.to_json()).cluster == plan.cluster
     assert by_name["ray"].env["RAY_AUTH_MODE"] == "token"
     assert by_name["ray"].env["RAY_USE_TLS"] == "1"
+    assert int(by_name["ray"].env["RAY_ROTATION_MAX_BYTES"]) <= 4 << 20  # 9 kB for a request that is no HTTP
     assert by_name["ray"].env["GRPC_VERBOSITY"] == "NONE"  # else refused handshakes of strangers fill its logs
 
 
