@@ -1,5 +1,6 @@
 """Lines of logs from any place in either direction, merged by time, narrowed, searched and counted."""
 
+import errno
 import json
 import os
 import re
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_tui.run_files.log_file import Part, read_part
 from grpo_tui.supervisor.capped_log import cap
 from grpo_tui.view.logs import reader as log_reader
+from grpo_tui.view.logs import window
 from grpo_tui.view.logs.reader import Found, LogFile, LogReader, MatchCount
 from grpo_tui.view.logs.search import InvalidPattern, Level, line_tests
 from grpo_tui.view.logs.timestamps import InvalidTime, time_of, typed_time
@@ -288,3 +291,30 @@ def test_a_typed_time_is_the_last_such_moment_or_so_long_ago() -> None:
     for nonsense in ("25:00", "soon", "-", "12:61"):
         with pytest.raises(InvalidTime, match="type 14:03:05"):
             typed_time(nonsense, NOON)
+
+
+@pytest.mark.parametrize("fails", ["from the start", "later"])
+def test_a_log_that_a_disk_cannot_read_hides_no_other_and_ends_no_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """As a share that went away, or a link to /proc/self/mem in a folder from elsewhere: the screen of logs crashed."""
+    reader = reader_of(tmp_path, api="one\ntwo\n", trainer="three\n")
+    if fails == "later":
+        ends = reader.extent().ends
+        trainer = (tmp_path / "trainer.log").stat().st_ino
+
+        def fails_in_one(descriptor: int, start: int, max_bytes: int) -> Part:
+            if os.fstat(descriptor).st_ino == trainer:
+                raise OSError(errno.EIO, "Input/output error")
+            return read_part(descriptor, start, max_bytes)
+
+        monkeypatch.setattr(window, "read_part", fails_in_one)
+    else:
+        (tmp_path / "trainer.log").unlink()
+        (tmp_path / "trainer.log").symlink_to("/proc/self/mem")
+        ends = reader.extent().ends
+    for found in (reader.before(ends, 10), reader.after((0, 0), 10, ends)):
+        assert texts(found) == ["one", "two"]
+        assert found.is_all
+    reader.last_lines_begin(ends)
+    reader.at_time(NOON, ends)

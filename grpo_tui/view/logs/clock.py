@@ -10,10 +10,10 @@ import os
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from grpo_tui.run_files.log_file import place, read_part
+from grpo_tui.run_files.log_file import place
 from grpo_tui.view.logs.search import accepted
 from grpo_tui.view.logs.timestamps import DAY_S, LOOKED_AT_BYTES, time_of
-from grpo_tui.view.logs.window import Block, blocks_after, blocks_before, line_start
+from grpo_tui.view.logs.window import Block, blocks_after, blocks_before, line_start, readable_part
 
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 8 * 1024
@@ -59,7 +59,7 @@ def read_days(descriptor: int) -> Days:
     offsets: list[int] = []
     times: list[float] = []
     for near in range(now.dropped, now.end, spacing):
-        data = read_part(descriptor, near, min(SAMPLE_BYTES, now.end - near)).data
+        data = readable_part(descriptor, near, min(SAMPLE_BYTES, now.end - near)).data
         whole = 0 if near == now.dropped else data.find(b"\n") + 1
         reference = times[-1] + DAY_S / 2 - FORGIVEN_S if times else changed
         for start, end in accepted(data[whole:], ()):

@@ -167,11 +167,11 @@ class LogReader:
         for source, file in enumerate(self.files):
             try:
                 descriptor = stack.enter_context(open_file(file.path)).fileno()
+                days = self._days.get(source)
+                if days is None or not days.still_hold(descriptor):
+                    days = self._days[source] = read_days(descriptor)
             except OSError:
                 continue
-            days = self._days.get(source)
-            if days is None or not days.still_hold(descriptor):
-                days = self._days[source] = read_days(descriptor)
             logs.append((source, TimedLog(descriptor, days)))
         return logs
 

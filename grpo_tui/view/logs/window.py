@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from grpo_tui.run_files.log_file import read_part
+from grpo_tui.run_files.log_file import Part, Place, read_part
 
 FEWEST_BYTES = 64 * 1024
 """The first block: enough for a screen of lines."""
@@ -35,7 +35,7 @@ def blocks_after(descriptor: int, start: int, end: int) -> Iterator[Block]:
     """Read from where a line begins up to `end`; what was dropped is passed over."""
     num_bytes = FEWEST_BYTES
     while start < end:
-        part = read_part(descriptor, start, min(num_bytes, end - start))
+        part = readable_part(descriptor, start, min(num_bytes, end - start))
         if part.offset < start:
             return  # emptied by hand: what follows is another log
         data = part.data[: max(0, end - part.offset)]
@@ -56,7 +56,7 @@ def blocks_before(descriptor: int, end: int) -> Iterator[Block]:
     """Read from where a line begins (or the log ends) towards the start of the log, the last block first."""
     num_bytes = FEWEST_BYTES
     while end > 0:
-        part = read_part(descriptor, max(0, end - num_bytes), min(num_bytes, end))
+        part = readable_part(descriptor, max(0, end - num_bytes), min(num_bytes, end))
         data = part.data[: max(0, end - part.offset)]
         if not data:
             return
@@ -81,3 +81,11 @@ def line_start(descriptor: int, offset: int) -> int:
     """Where the line begins that holds the byte at `offset`, or that was cut there."""
     block = next(blocks_before(descriptor, offset), None)
     return offset if block is None else block.offset + block.data.rfind(b"\n") + 1
+
+
+def readable_part(descriptor: int, start: int, max_bytes: int) -> Part:
+    """As `read_part`; nothing where the disk fails: as if the log ended there."""
+    try:
+        return read_part(descriptor, start, max_bytes)
+    except OSError:
+        return Part(b"", start, Place(0, 0, 0))
