@@ -49,12 +49,16 @@ class ServerSpeed:
         return replace(self, points=tuple((count, speed * factor) for count, speed in self.points))
 
 
+BESIDE_SAMPLING = 1.41
+"""SmolLM2-135M on one H200 under MPS: a step of 0.155 s by turns, 0.219 s beside vLLM (docs/benchmarks.md)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpeed:
     """How long one step takes, its weight update not included."""
 
     tokens_per_s: float
-    """Of one rank, prompts included; ranks share the tokens of a step evenly."""
+    """Of one rank with its device to itself, prompts included; ranks share the tokens of a step evenly."""
     fetch_s: float = 0.0
     """Of the request for a batch that is there."""
     between_s: float = 0.0
@@ -63,6 +67,8 @@ class TrainerSpeed:
     """Times of recorded steps divided by their mean; each step takes one of them."""
     efficiency: float = 1.0
     """Speed of a rank among several, relative to one alone."""
+    beside_sampling: float = BESIDE_SAMPLING
+    """Times as long a step takes while a server decodes on its device; only where the layout shares devices."""
 
     def step_s(self, num_tokens: int, num_ranks: int) -> float:
         """Without variation."""

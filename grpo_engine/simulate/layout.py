@@ -25,6 +25,8 @@ class Layout:
     buffering: Buffering = field(default_factory=Buffering)
     update_every: int = 1
     """Steps between two weight updates."""
+    shares_device: bool = False
+    """Whether servers decode on the devices of the trainer, and so slow it down."""
     num_steps: int = 60
     num_warmup: int = 12
     """Steps at the start that are not counted."""

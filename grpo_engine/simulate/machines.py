@@ -27,7 +27,7 @@ def divided(layout: Layout, figures: Figures, *, num_gpus: int, gpus_per_server:
             "machines or GPUs a machine, or fewer --trainers"
         )
     layouts = [
-        replace(layout, num_ranks=ranks, num_servers=(num_gpus - ranks) // gpus_per_server)
+        replace(layout, num_ranks=ranks, num_servers=(num_gpus - ranks) // gpus_per_server, shares_device=False)
         for ranks in ([num_ranks] if num_ranks is not None else range(1, most + 1))
     ]
     return min(layouts, key=lambda each: _step_s(each, figures))

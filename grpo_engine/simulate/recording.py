@@ -13,7 +13,7 @@ import msgspec
 from pydantic import ValidationError
 
 from grpo_engine.errors import ConfigError
-from grpo_engine.simulate.figures import Figures, Lengths, ServerSpeed, TrainerSpeed
+from grpo_engine.simulate.figures import BESIDE_SAMPLING, Figures, Lengths, ServerSpeed, TrainerSpeed
 from grpo_engine.wire.codec import read_whole
 from grpo_engine.wire.run_folder import METRICS_FILE, ROLLOUTS_FILE, speeds_file
 from grpo_engine.wire.server_speed import ServerSpeeds
@@ -172,18 +172,25 @@ def _tenth(values: Sequence[float]) -> float:
     return quantiles(values, n=10)[0] if len(values) > 1 else 0.0
 
 
-def figures_of(recording: Recording, shape: ServerSpeed, *, num_ranks: int, batch_size: int) -> Figures:
+def figures_of(
+    recording: Recording, shape: ServerSpeed, *, num_ranks: int, batch_size: int, shares_device: bool = False
+) -> Figures:
     """What a run measured, with a server speed that is yet to be scaled to it.
 
     Args:
         shape: how the speed of a server depends on the number of sequences.
         batch_size: sequences of a recorded step.
+        shares_device: whether servers decoded on the devices of the trainer.
     """
+    # By turns servers stand still while a step is computed.
+    is_beside = shares_device and recording.staleness_max > 0
+    sampled = recording.generation_busy if recording.generation_busy is not None else 1.0
+    alone_s = recording.train_s / (1 + (BESIDE_SAMPLING - 1) * sampled * is_beside)
     prompt = max(0, round(recording.num_inputs / batch_size - recording.length_mean))
     return Figures(
         server=shape,
         trainer=TrainerSpeed(
-            tokens_per_s=recording.num_inputs / recording.train_s / num_ranks,
+            tokens_per_s=recording.num_inputs / alone_s / num_ranks,
             fetch_s=recording.fetch_s,
             between_s=recording.between_s,
             variation=recording.variation,

@@ -58,8 +58,7 @@ class Server(ABC):
         self.version = 0
         self.num_tokens = 0
         """Decoded in all."""
-        self.busy_s = 0.0
-        """In which something was decoded."""
+        self._decoded_s = 0.0
         self._waiting: deque[_Sequence] = deque()
         self._is_paused = False
 
@@ -67,6 +66,10 @@ class Server(ABC):
     def is_full(self) -> bool:
         """Whether sequences queue for a place."""
         return bool(self._waiting)
+
+    @abstractmethod
+    def decoded_s(self) -> float:
+        """Seconds until now in which something was decoded."""
 
     def submit(self, request: Request) -> None:
         """Take a request; its `on_answer` is called when its last completion has ended."""
@@ -144,6 +147,11 @@ class ContinuousServer(Server):
         else:
             go_on()
 
+    def decoded_s(self) -> float:
+        """See `Server`."""
+        self._advance()
+        return self._decoded_s
+
     def _rate(self) -> float:
         return self._rates[len(self._endings)]
 
@@ -151,7 +159,7 @@ class ContinuousServer(Server):
         if self._endings and not self._is_paused:
             passed = self.clock.now - self._at
             self._advanced += passed * self._rate()
-            self.busy_s += passed
+            self._decoded_s += passed
         self._at = self.clock.now
 
     def _arrived(self) -> None:
@@ -194,6 +202,11 @@ class WholeBatchServer(Server):
         self._batch: list[_Sequence] = []
         self._when_paused: Callable[[], None] | None = None
         self._is_planned = False
+        self._ends_at = 0.0
+
+    def decoded_s(self) -> float:
+        """See `Server`."""
+        return self._decoded_s - max(0.0, self._ends_at - self.clock.now)
 
     def pause(self, when_paused: Callable[[], None]) -> None:
         """After the batch in progress."""
@@ -219,7 +232,8 @@ class WholeBatchServer(Server):
             sequence.request.begun(self.version)
         longest = max(sequence.length for sequence in self._batch)
         seconds = longest * count / self.speed.tokens_per_s(count)
-        self.busy_s += seconds
+        self._decoded_s += seconds
+        self._ends_at = self.clock.now + seconds
         self.clock.after(seconds, self._ended)
 
     def _ended(self) -> None:

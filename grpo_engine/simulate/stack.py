@@ -18,6 +18,8 @@ from grpo_engine.simulate.layout import Layout
 from grpo_engine.simulate.servers import Request, make_servers
 from grpo_engine.wire.rollouts import IdleTimes, RegisterRequest
 
+_NOTHING_S = 1e-4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -175,8 +177,8 @@ class _Run:
             for id_ in lease.group_ids:
                 del self._sampled[id_]
         trainer = self._figures.trainer
-        seconds = trainer.step_s(num_inputs, self._layout.num_ranks) * self._random.choice(trainer.variation)
-        fetched, version = self._clock.now, self._version
+        alone_s = trainer.step_s(num_inputs, self._layout.num_ranks) * self._random.choice(trainer.variation)
+        fetched, version, seconds = self._clock.now, self._version, 0.0
 
         def recorded(updated_s: float) -> None:
             self._steps.append(
@@ -201,13 +203,34 @@ class _Run:
             recorded(self._clock.now - fetched - seconds)
 
         def stepped() -> None:
+            nonlocal seconds
+            seconds = self._clock.now - fetched
             self._version += 1
             if self._version % self._layout.update_every:
                 published()
             else:
                 self._update(published)
 
-        self._clock.after(seconds, stepped)
+        self._compute(alone_s, stepped)
+
+    def _compute(self, alone_s: float, done: Callable[[], None]) -> None:
+        """Train for so many seconds of the devices alone; what servers on them take of it meanwhile comes on top."""
+        if not self._layout.shares_device:
+            self._clock.after(alone_s, done)
+            return
+        decoded_s = self._decoded_s()
+
+        def passed() -> None:
+            taken_s = (self._decoded_s() - decoded_s) * (1 - 1 / self._figures.trainer.beside_sampling)
+            if taken_s > _NOTHING_S:
+                self._compute(taken_s, done)
+            else:
+                done()
+
+        self._clock.after(alone_s, passed)
+
+    def _decoded_s(self) -> float:
+        return sum(server.decoded_s() for server in self._servers) / len(self._servers)
 
     def _update(self, done: Callable[[], None]) -> None:
         """Pause all servers, write, and resume them with the new version."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -132,7 +132,13 @@ def recorded_figures(run_folder: Path) -> Figures:
         raise ConfigError(f"{run_folder}: its settings are those of no run: max_batch_size {shape.max_running}")
     if shape.batching == "continuous":
         shape = measured_speed(run_folder, shape)
-    figures = figures_of(recording, shape, num_ranks=layout.num_ranks, batch_size=layout.batch_size)
+    figures = figures_of(
+        recording,
+        shape,
+        num_ranks=layout.num_ranks,
+        batch_size=layout.batch_size,
+        shares_device=layout.shares_device,
+    )
     until = time.monotonic() + FITTED_WITHIN_S
     try:
         return calibrated(recording, layout, figures, is_late=lambda: time.monotonic() > until)
@@ -185,4 +191,9 @@ def _layout(services: Mapping[str, Mapping[str, Any]], where: str) -> Layout:
         max_batches_offpolicy=environments[0].get("max_batches_offpolicy"),
         buffering=config.buffering,
         update_every=int(bridge.get("every_steps") or 1),
+        shares_device=bool(_gpus(kinds["trainer"]) & _gpus(kinds["inference"])),
     )
+
+
+def _gpus(services: Sequence[Mapping[str, Any]]) -> set[Any]:
+    return {gpu for service in services for gpu in service.get("gpus") or ()}

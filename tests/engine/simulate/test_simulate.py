@@ -11,9 +11,9 @@ import pytest
 from grpo_engine.errors import ConfigError
 from grpo_engine.rollouts.state.buffering import Buffering
 from grpo_engine.simulate.clock import Clock
-from grpo_engine.simulate.figures import Batching, Figures, Lengths, ServerSpeed, TrainerSpeed
+from grpo_engine.simulate.figures import BESIDE_SAMPLING, Batching, Figures, Lengths, ServerSpeed, TrainerSpeed
 from grpo_engine.simulate.layout import Layout
-from grpo_engine.simulate.recording import figures_of, measured_speed, read_recording
+from grpo_engine.simulate.recording import Recording, figures_of, measured_speed, read_recording
 from grpo_engine.simulate.result import calibrated, run
 from grpo_engine.simulate.servers import ContinuousServer, Request
 from grpo_engine.simulate.stack import simulate
@@ -63,6 +63,18 @@ def test_one_batch_ahead_a_step_takes_the_longer_of_both_times(
     busy = train_s / 3 if batching == "continuous" else 1.0
     assert result.trainer_busy == pytest.approx(busy)
     assert result.stalest == 1
+
+
+@pytest.mark.parametrize("batching", ["continuous", "whole"])
+def test_a_step_takes_longer_while_servers_decode_on_the_device_of_the_trainer(batching: Batching) -> None:
+    layout = replace(LAYOUT, shares_device=True)
+    given = figures(sample_s=2, train_s=3, batching=batching)
+    beside = replace(given, trainer=replace(given.trainer, beside_sampling=2.0))
+    assert run(layout, beside).interval_s == pytest.approx(2 + 3)  # in turns nothing is decoded meanwhile
+    # One batch ahead: 2 s of decoding take 1 s from the trainer.
+    ahead = replace(layout, max_staleness=1)
+    assert run(ahead, beside).interval_s == pytest.approx(4, rel=1e-3)
+    assert run(replace(ahead, shares_device=False), beside).interval_s == pytest.approx(3)
 
 
 def test_what_is_sampled_ahead_is_as_old_as_the_bound_where_training_is_slower() -> None:
@@ -138,6 +150,20 @@ def test_a_recording_is_simulated_as_it_was_and_predicts_another_bound(tmp_path:
     assert given.lengths.prompt == 5
     assert run(LAYOUT, given).interval_s == pytest.approx(5.5, rel=0.02)
     assert run(replace(LAYOUT, max_staleness=1), given).interval_s == pytest.approx(3.25, rel=0.1)
+
+
+def test_a_recording_beside_sampling_says_how_fast_the_trainer_is_alone(tmp_path: Path) -> None:
+    record(tmp_path, sample_s=3, train_s=2)
+    by_turns = read_recording(tmp_path)
+    beside = replace(by_turns, staleness_max=1.0, generation_busy=1.0)
+    shape = ServerSpeed(points=((4, 1.0),))
+
+    def step_s(recording: Recording, *, shares_device: bool) -> float:
+        given = figures_of(recording, shape, num_ranks=1, batch_size=4, shares_device=shares_device)
+        return given.trainer.step_s(60, 1)
+
+    assert step_s(by_turns, shares_device=True) == step_s(beside, shares_device=False) == pytest.approx(2.0)
+    assert step_s(beside, shares_device=True) == pytest.approx(2 / BESIDE_SAMPLING)
 
 
 def test_what_runs_at_an_update_is_computed_again_first() -> None:
