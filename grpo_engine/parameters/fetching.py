@@ -15,10 +15,11 @@ from pydantic import ValidationError
 
 from grpo_engine.bridges.transport.checkpoint_folder import room_in
 from grpo_engine.bridges.transport.parameter_store import ParameterStore
-from grpo_engine.errors import BridgeError, PeerUnavailable
+from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.parameters.machines import REPORT_EVERY_S
 from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.bounded_answers import allowing
+from grpo_engine.wire.codec import shortened
 from grpo_engine.wire.parameters import (
     FILE_ROUTE,
     MACHINES_ROUTE,
@@ -93,7 +94,7 @@ class Fetcher:
     def _report(self) -> None:
         with open_client(find_token(os.environ), base_url=self._source, timeout=_REPORTED_WITHIN_S) as http:
             while not self._is_closed.wait(REPORT_EVERY_S):
-                with suppress(httpx.HTTPError):  # the thread that looks for versions says what is wrong
+                with suppress(httpx.HTTPError, PeerError):  # the thread that looks for versions says what is wrong
                     http.post(MACHINES_ROUTE, content=self.report().model_dump_json())
 
     def report(self) -> MachineReport:
@@ -121,7 +122,9 @@ class Fetcher:
         names = [name for name in state.files if name != HANDOVER_NOTE]
         bad = next((name for name in names if _NAME.fullmatch(name) is None), None)
         if bad is not None or len(names) > _MOST_FILES:
-            raise BridgeError(f"{self._source}: a version of {len(names)} files, of which {bad!r} is no file name")
+            raise BridgeError(
+                f"{self._source}: a version of {len(names)} files, of which {shortened(repr(bad))} is no file name"
+            )
         num_bytes = sum(state.files.values())
         if min(state.files.values(), default=0) < 0 or num_bytes > _MOST_BYTES:
             raise BridgeError(f"{self._source}: a version of {num_bytes:,} bytes, which no machine has in memory")

@@ -36,7 +36,7 @@ from grpo_engine.wire.supervisor import (
     WaitsFor,
     WriteFault,
 )
-from grpo_engine.wire.unix_peers import peer_of
+from grpo_engine.wire.unix_peers import require_supervisor
 
 CHECK_EVERY_S = 1.0
 SEND_EVERY_S = REPORT_VALID_S / 3
@@ -210,9 +210,7 @@ def send_to_supervisor(
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(SEND_WITHIN_S)
         connection.connect(path)
-        _, uid = peer_of(connection)
-        if uid not in (0, os.geteuid(), run_folder.stat().st_uid):
-            raise PermissionError(f"user {uid} listens in place of the supervisor")
+        require_supervisor(connection, run_folder)
         connection.sendall(to_line(report))
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(65536):  # its greeting; unread, it would reset the connection

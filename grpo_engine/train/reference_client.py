@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache, partial
 from itertools import count
 from queue import SimpleQueue
@@ -38,6 +39,8 @@ ANSWER_WITHIN_S = 600.0
 _CONNECT_WITHIN_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _DETAIL_CHARACTERS = 500
+_MOST_PARSED = 1 << 20
+"""Characters of a refusal that are read as JSON, which takes thirty times as much memory."""
 
 log = logging.getLogger(__name__)
 
@@ -169,9 +172,9 @@ class RemoteReference:
         def attempt() -> tuple[str, httpx.Response]:
             url = self._urls[next(numbers) % len(self._urls)]
             try:
-                response = self._http.request(
-                    method, f"{url}{route}", content=body, extensions=allowing(MOST_BODY_BYTES)
-                )
+                # Scores are no JSON, and the description of a model is short.
+                bounds = {} if body is None else allowing(MOST_BODY_BYTES)
+                response = self._http.request(method, f"{url}{route}", content=body, extensions=bounds)
             except httpx.TransportError as error:
                 raise PeerUnavailable(f"{url}{route}: {type(error).__name__}: {error}") from None
             if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
@@ -205,8 +208,8 @@ class RemoteReference:
 
 
 def _detail(response: httpx.Response) -> str:
-    try:
-        words = ReferenceRefusal.model_validate_json(response.content).detail
-    except ValidationError:
-        words = response.text
+    words = response.text
+    if len(words) <= _MOST_PARSED:
+        with suppress(ValidationError):
+            words = ReferenceRefusal.model_validate_json(response.content).detail
     return words if len(words) <= _DETAIL_CHARACTERS else f"{words[:_DETAIL_CHARACTERS]}…"

@@ -4,7 +4,8 @@ httpx limits the time of each read, and no length, so that a server that never e
 fill its memory. Here the read timeout of a request holds for its whole answer, headers included, plus a second for each
 `LEAST_BYTES_PER_S` that have arrived. An answer has to come as it is: one that is compressed is refused, since it may
 grow a thousandfold as it is decompressed. Its text is UTF-8 whatever it names: of Python's codecs some fail with any
-class of error, and punycode takes time with the square of the length. Cookies are not kept.
+class of error, and punycode takes time with the square of the length. Cookies are not kept, and redirections lead
+nowhere: httpx parses the address of each, also where it does not follow it, and fails with `InvalidURL` at some.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ def allowing(most_bytes: int, most_marks: int | None = None) -> dict[str, Any]:
     """
     marks = None if most_marks is None else max(most_marks, MAX_ANSWER_MARKS)
     return {_MOST_BYTES: max(most_bytes, MAX_ANSWER_BYTES), _MOST_MARKS: marks}
+
+
+def at_most(most_bytes: int) -> dict[str, Any]:
+    """Extensions of a request whose answer has no more than this; it may take so many `LEAST_BYTES_PER_S` longer."""
+    return {_MOST_BYTES: most_bytes}
 
 
 class BoundedTransport(httpx.BaseTransport):
@@ -128,7 +134,8 @@ class _Bounds:
                 "right server, and is there a proxy before it?"
             )
         response.encoding = "utf-8"
-        response.headers.pop("set-cookie", None)
+        for name in ("set-cookie", "location"):
+            response.headers.pop(name, None)
         declared = response.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._most_bytes:
             raise self._too_long()

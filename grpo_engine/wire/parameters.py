@@ -43,7 +43,7 @@ class ParametersState(Message):
     """Of the updates of single servers to this version."""
     problem: Reason = ""
     """What a server refused, where one did."""
-    late: list[str] = []
+    late: list[Reason] = []
     """Other machines whose servers do not have what is due to them yet, each with what it waits for, for people."""
 
 

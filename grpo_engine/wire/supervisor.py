@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from grpo_engine.errors import PeerError
-from grpo_engine.wire.codec import Message, Time, Whole, shortened
+from grpo_engine.wire.codec import Message, Time, Whole, first_fault, shortened
 from grpo_engine.wire.run_folder import SETTINGS_FILE
 
 PROTOCOL_VERSION = 1
@@ -628,4 +628,6 @@ def _read(adapter: TypeAdapter[Any], line: bytes, peer: str) -> Any:
     try:
         return adapter.validate_json(line)
     except ValidationError as error:
-        raise PeerError(f"{peer}: not a valid line of protocol {PROTOCOL_VERSION}: {line[:120]!r}: {error}") from None
+        raise PeerError(
+            f"{peer}: not a valid line of protocol {PROTOCOL_VERSION}: {line[:120]!r}: {first_fault(error)}"
+        ) from None

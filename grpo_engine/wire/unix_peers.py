@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+from pathlib import Path
 
 _UCRED = struct.Struct("iII")
 """Pid, uid and gid, as SO_PEERCRED gives them (unix(7))."""
@@ -17,3 +19,14 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     """
     pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return int(pid), int(uid)
+
+
+def require_supervisor(connection: socket.socket, run_folder: Path) -> None:
+    """Refuse the listener of another user in place of a run's supervisor; call it before anything is sent or believed.
+
+    Raises:
+        OSError: it is neither of this user or root, nor of the owner of the run folder; or the socket is closed.
+    """
+    _, uid = peer_of(connection)
+    if uid not in (0, os.geteuid(), run_folder.stat().st_uid):
+        raise PermissionError(f"user {uid} listens in place of the supervisor")

@@ -127,6 +127,23 @@ def test_cookies_of_a_server_are_neither_kept_nor_sent_to_another() -> None:
 
 
 @both
+async def test_a_redirection_to_what_is_no_url_is_an_answer_as_any_other(is_async: bool) -> None:
+    """httpx fails at it with a class of its own, which ended trainers, environments and `check` with a traceback."""
+    head = b"HTTP/1.1 302 Found\r\nLocation: http:[\r\nContent-Length: 2\r\n\r\n"
+    assert await answered([head, b"no"], is_async=is_async) == b"no"
+
+
+def test_metrics_of_vllm_are_found_below_their_own_path() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/metrics":
+            return httpx.Response(307, headers={"location": "http://elsewhere/metrics/"})
+        return httpx.Response(200, content=b"vllm:num_requests_running 3\n")
+
+    with open_client(None, transport=httpx.MockTransport(answer)) as client:
+        assert Servers(client, ["http://127.0.0.1:1"]).num_requests() == 3
+
+
+@both
 @pytest.mark.usefixtures("a_second_a_read")
 @pytest.mark.parametrize(
     "trickle",

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +24,8 @@ from grpo_engine.bridges.transport.parameter_store import ParameterStore
 from grpo_engine.errors import BridgeError
 from grpo_engine.parameters import fetching
 from grpo_engine.parameters.fetching import Fetcher
-from grpo_engine.wire.parameters import STATE_ROUTE, BeginRequest
+from grpo_engine.wire.parameters import MACHINES_ROUTE, STATE_ROUTE, BeginRequest
+from grpo_engine.wire.token_clients import open_client
 
 NOBODY = 65534
 STATE = {"instance": "a", "number": 1, "model": "m", "files": {"model.safetensors": 1}}
@@ -107,6 +109,29 @@ def test_no_answer_of_a_source_ends_the_thread_that_fetches_versions(
             while asked < 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert asked >= 3
+        finally:
+            fetcher.close()
+
+
+def test_no_answer_of_a_source_ends_the_thread_that_reports_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source then took this machine for lost until the service was restarted."""
+    monkeypatch.setattr(fetching, "REPORT_EVERY_S", 0.01)
+    reported = threading.Semaphore(0)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == MACHINES_ROUTE:
+            reported.release()
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b""))
+
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(fetching, "open_client", partial(open_client, transport=transport))
+    with closing(ParameterStore(tmp_path / "handover", [], storage=tmp_path)) as store:
+        fetcher = Fetcher("http://there", store, machine="one")
+        fetcher.start()
+        try:
+            assert all(reported.acquire(timeout=5) for _ in range(3))
         finally:
             fetcher.close()
 

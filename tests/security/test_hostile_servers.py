@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from training import settings as train_settings
 
 from grpo_engine.bridges.placement.own import OwnModel
 from grpo_engine.bridges.transport import server_client
+from grpo_engine.bridges.transport.adapter import AdapterBridge
 from grpo_engine.bridges.transport.server_client import ServerClient
+from grpo_engine.bridges.transport.server_control import SupervisedServer
 from grpo_engine.bridges.transport.turns import TurnsBridge, dtype_of_weights
 from grpo_engine.check.sampling import CheckedServer
 from grpo_engine.data.source import RolloutApiSource
@@ -38,7 +41,11 @@ from grpo_engine.environments.sampling.groups import Completions, NotFinite, che
 from grpo_engine.environments.status_requests import BatchLimits
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.models.same_model import is_same_model
+from grpo_engine.train import reference_client
 from grpo_engine.train.evaluation import Evaluator, answer_problems, evaluation_metrics
+from grpo_engine.train.reference_client import RemoteReference
+from grpo_engine.wire import bounded_answers
+from grpo_engine.wire.bounded_answers import AnswerTooLong
 from grpo_engine.wire.codec import Message
 from grpo_engine.wire.inference import BridgeInfo, JoinAnswer, ReceiveAnswer, SleepAnswer
 from grpo_engine.wire.rollouts import (
@@ -48,6 +55,8 @@ from grpo_engine.wire.rollouts import (
     NamedAnswer,
     RegisterEnvironmentResponse,
 )
+from grpo_engine.wire.run_folder import ADDRESS_FILE
+from grpo_engine.wire.token_clients import open_client
 
 ONE = {"text": ["ab"], "prompt": "", "finish_reasons": ["stop"], "logprobs": [[[{"7": -0.5}], [{"0": -0.5}]]]}
 ANSWERED = {"rewards": [[1.0, 0.0]], "lengths": [[1, 1]], "truncated": [[False, False]]}
@@ -292,6 +301,61 @@ def test_a_server_that_accepts_and_is_silent_holds_a_question_for_its_state_no_t
         client = ServerClient(f"http://127.0.0.1:{silent.getsockname()[1]}", patience_s=0.0)
         with closing(client), pytest.raises(PeerUnavailable, match="ReadTimeout"):
             client.info()
+
+
+def test_a_state_that_trickles_does_not_hold_a_trainer_for_the_length_that_other_answers_may_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each 64 KiB have a second: one server of several held the trainer for a quarter of an hour."""
+    stub = httpx.MockTransport(lambda request: httpx.Response(200, content=b" " * (1 << 17)))
+    monkeypatch.setattr(server_client, "open_client", partial(open_client, transport=stub))
+    client = ServerClient("http://127.0.0.1:1", patience_s=0.0)
+    with closing(client), pytest.raises(AnswerTooLong, match="longer than 65,536 bytes"):
+        client.info()
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_lists_in_an_answer_of_a_reference_service_are_not_parsed(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB of them took 1.7 GB and 13 s, of a description of its model or a refusal."""
+    monkeypatch.setattr(bounded_answers, "MAX_ANSWER_MARKS", 1000)
+    lists = b"[" + b"[]," * 1001 + b"0]"
+    stub = httpx.MockTransport(lambda request: httpx.Response(status, stream=httpx.ByteStream(lists)))
+    monkeypatch.setattr(reference_client, "open_client", partial(open_client, transport=stub))
+    with pytest.raises(AnswerTooLong, match="more than 1,000 brackets"):
+        RemoteReference(["http://127.0.0.1:1"], model_name="m", vocabulary="v", num_tokens=1, seq_len=1, patience_s=0.0)
+
+
+def test_a_long_refusal_of_scores_is_shown_and_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_client.ReferenceRefusal, "model_validate_json", None)
+    words = reference_client._detail(httpx.Response(400, content=b"[" * (2 << 20)))
+    assert words == "[" * 500 + "…"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a listener of another user")
+def test_a_trainer_asks_no_other_user_in_place_of_the_supervisor_to_restart_a_server(tmp_path: Path) -> None:
+    """Who had taken the socket's place could say that it was restarted, or hold the trainer without end."""
+    path = tmp_path / "s"
+    (tmp_path / ADDRESS_FILE).write_text(json.dumps({"pid": 1, "socket": str(path)}))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        os.seteuid(65534)  # SO_PEERCRED has who listened
+        try:
+            listener.listen()
+        finally:
+            os.seteuid(0)
+        with pytest.raises(PeerUnavailable, match="user 65534 listens in place of the supervisor"):
+            SupervisedServer(tmp_path, "vllm", patience_s=0.0)._ask("status")
+
+
+def test_a_trainer_keeps_no_more_adapters_than_a_server_can_use_whatever_it_says(tmp_path: Path) -> None:
+    """They are in shared memory."""
+    bridge = AdapterBridge.__new__(AdapterBridge)
+    bridge._kept = [tmp_path / str(number) for number in range(300)]
+    for path in bridge._kept:
+        path.mkdir()
+    bridge._remove_all_but(2, in_use=list(map(str, bridge._kept)))
+    assert bridge._kept == [tmp_path / str(number) for number in range(42, 300)]
+    assert sum(1 for _ in tmp_path.iterdir()) == 258
 
 
 @pytest.mark.parametrize("kind", [SleepAnswer, ReceiveAnswer, JoinAnswer])

@@ -140,6 +140,10 @@ class FakeTokenizer:
         """Code points."""
         return [ord(character) for character in text]
 
+    def get_vocab(self) -> dict[str, int]:
+        """One of the characters: all have the same length."""
+        return {"x": ord("x")}
+
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> dict[str, list[int]]:
         """Code points of all messages, in the mapping that transformers 5 answers with."""
         return {"input_ids": self.encode("".join(message["content"] + "\n" for message in conversation))}

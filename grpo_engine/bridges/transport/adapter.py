@@ -38,6 +38,9 @@ _KEPT_ADAPTERS = 2
 """The served adapter and its predecessor, which a request may still use."""
 _NUM_FITTING = 2 * _KEPT_ADAPTERS
 """Shared memory must have room for those, one that is being written, and one that a long request still needs."""
+_MOST_IN_USE = 256
+"""Older ones that are kept because a server says that requests use them: no server has more sequences than that, and
+one that says so of all would fill the memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -186,12 +189,10 @@ class AdapterBridge:
     def _remove_all_but(self, count: int, in_use: Collection[str]) -> None:
         """Remove the older adapters, unless the server may read one again for a long request."""
         older, kept = self._kept[:-count], self._kept[-count:]
-        for path in older:
-            if str(path) in in_use:
-                kept.insert(0, path)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-        self._kept = kept
+        used = [path for path in older if str(path) in in_use][-_MOST_IN_USE:]
+        for path in set(older).difference(used):
+            shutil.rmtree(path, ignore_errors=True)
+        self._kept = [*used, *kept]
 
     def _is_in_shared_memory(self) -> bool:
         return self._configured_folder is None and self._folder.is_relative_to(SHARED_MEMORY)

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.retrying import RetryPolicy, Stopped, never, retry
 from grpo_engine.wire.access_token import find_token
+from grpo_engine.wire.bounded_answers import at_most
 from grpo_engine.wire.codec import Message, Whole, first_fault
 from grpo_engine.wire.inference import (
     BridgeInfo,
@@ -47,6 +48,8 @@ _STATE_WITHIN_S = 60.0
 """What GET asks for waits for nothing; a server that takes longer does not answer."""
 _BUSY, _UNAVAILABLE = 409, 503
 """Paused by another process, or not loaded yet: both are temporary."""
+_MOST_BYTES, _MOST_INFO_BYTES = 1 << 20, 1 << 16
+"""Of an answer, and of a server's state. While one comes, however slowly, other servers are not asked."""
 _DETAIL_CHARACTERS = 1000
 """Of what a server says on a refusal, in messages."""
 _MOST_PARSED = 1 << 20
@@ -95,7 +98,9 @@ class ServerClient:
 
     def info(self, *, patience_s: float | None = None, within_s: float | None = None) -> BridgeInfo:
         """The server's state."""
-        return self.ask("GET", _INFO, None, BridgeInfo, patience_s=patience_s, within_s=within_s)
+        return self.ask(
+            "GET", _INFO, None, BridgeInfo, patience_s=patience_s, within_s=within_s, most_bytes=_MOST_INFO_BYTES
+        )
 
     def pause(self, timeout_s: float) -> PauseAnswer:
         """Pause the server, until this process resumes it, exits, or `timeout_s` have passed."""
@@ -165,6 +170,7 @@ class ServerClient:
         *,
         patience_s: float | None = None,
         within_s: float | None = None,
+        most_bytes: int = _MOST_BYTES,
     ) -> AnswerT:
         """Send a request; retried while the server is unreachable, loading or paused by another process.
 
@@ -172,6 +178,7 @@ class ServerClient:
             body: only fields that were set are sent, since a stock server passes every key on to vLLM.
             patience_s: how long to retry; default: the client's own.
             within_s: longest time for one answer; default: ten minutes, or one where a state is asked for (GET).
+            most_bytes: longest answer.
 
         Raises:
             PeerUnavailable: no answer within `patience_s`.
@@ -189,7 +196,9 @@ class ServerClient:
 
         def attempt() -> httpx.Response:
             try:
-                response = self._http.request(method, path, content=content, headers=headers, timeout=timeout)
+                response = self._http.request(
+                    method, path, content=content, headers=headers, timeout=timeout, extensions=at_most(most_bytes)
+                )
             except httpx.TransportError as error:
                 raise _NoAnswer(f"{type(error).__name__}: {error}") from None
             if response.status_code in (_BUSY, _UNAVAILABLE):

@@ -33,6 +33,7 @@ from grpo_engine.wire.environment_variables import INFERENCE_VARIABLE, RUN_FOLDE
 from grpo_engine.wire.run_folder import ADDRESS_FILE, service_log
 from grpo_engine.wire.supervisor import PROTOCOL_VERSION, Address, Command, Hello, Reply, read_from_daemon
 from grpo_engine.wire.token_clients import open_client
+from grpo_engine.wire.unix_peers import require_supervisor
 
 _POLL_S = 0.1
 _GRACE_S = 10.0
@@ -174,6 +175,7 @@ class SupervisedServer:
             try:
                 address = Address.model_validate_json((self._run_folder / ADDRESS_FILE).read_bytes())
                 connection.connect(address.socket)
+                require_supervisor(connection, self._run_folder)
                 connection.sendall(
                     to_line(Hello(run=self._run_folder.name, pid=os.getpid()))
                     + to_line(Command(id=1, do=do, service=self._service, wait=wait))

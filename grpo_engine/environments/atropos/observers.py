@@ -184,7 +184,10 @@ def addresses(url: str) -> set[Address]:
 def _samples(client: httpx.Client, url: str) -> list[Sample]:
     """Samples of the server's `/metrics`; empty if it has none, or no Prometheus text."""
     try:
-        text = client.get(f"{url}/metrics", follow_redirects=True).raise_for_status().text
+        answer = client.get(f"{url}/metrics")
+        if answer.is_redirect:  # vLLM has an application of its own there
+            answer = client.get(f"{url}/metrics/")
+        text = answer.raise_for_status().text
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except (httpx.HTTPError, PeerError, ValueError):
         return []

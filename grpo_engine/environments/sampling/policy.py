@@ -9,7 +9,7 @@ from typing import Protocol
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.inference_servers import InferenceServers, Session
 from grpo_engine.environments.sampling.groups import Completions, Conversation
-from grpo_engine.environments.sampling.prompts import Tokenizer, following_tokens, prompt_tokens
+from grpo_engine.environments.sampling.prompts import Tokenizer, following_tokens, least_tokens, prompt_tokens
 from grpo_engine.errors import DataError
 from grpo_engine.wire.inference import GenerateRequest, TokenPrompt
 
@@ -21,6 +21,10 @@ class PromptTooLong(DataError):
     """The first prompt leaves no room for a completion; its item is skipped."""
 
     def __init__(self, num_tokens: int) -> None:
+        """
+        Args:
+            num_tokens: of the prompt; of one that is not encoded, fewer than it has.
+        """
         super().__init__(f"a prompt of {num_tokens} tokens leaves no room for a completion")
         self.num_tokens = num_tokens
 
@@ -51,6 +55,16 @@ class Policy:
     """Longest sequence in tokens."""
     seeds: str | None = None
     """What seeds of requests are made from, besides the place of each; None: they have none."""
+
+    def first_prompt(self, text: str) -> list[int]:
+        """Tokens of the first question of a conversation.
+
+        Raises:
+            PromptTooLong: it is longer than the longest tokens that fit.
+        """
+        if (num_tokens := least_tokens(self.tokenizer, text)) >= self.longest:
+            raise PromptTooLong(num_tokens)
+        return prompt_tokens(self.config, self.tokenizer, text)
 
     async def complete(
         self, prompt: list[int], count: int, session: Session | None = None, *, place: str = ""
@@ -129,9 +143,10 @@ class PolicySeat:
         """
         config, tokenizer, previous = self._policy.config, self._policy.tokenizer, self.conversation.tokens
         if not previous:
-            new = prompt_tokens(config, tokenizer, text)
+            new = self._policy.first_prompt(text)
         else:
-            new = following_tokens(config, tokenizer, text)
+            self.has_room = self.has_room and least_tokens(tokenizer, text) < self._policy.longest
+            new = following_tokens(config, tokenizer, text if self.has_room else "")
             new = new[1:] if previous[-1] == new[0] else new  # the end token, if the answer sampled it
             self.has_room = self.has_room and len(previous) + len(new) < self._policy.longest
         if not self.has_room:

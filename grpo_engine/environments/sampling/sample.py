@@ -12,7 +12,6 @@ from statistics import fmean
 
 from grpo_engine.environments.sampling.groups import Conversation
 from grpo_engine.environments.sampling.policy import Policy, PolicySeat
-from grpo_engine.environments.sampling.prompts import prompt_tokens
 from grpo_engine.environments.sampling.scoring import rewards_of
 from grpo_engine.environments.tasks.base import Item, Task
 from grpo_engine.environments.tasks.concurrency import gather_all
@@ -67,7 +66,7 @@ async def sample_item(
     if isinstance(task, MultiTurnTask):
         own, _ = await _games(policy, task, item, num_samples, opponent)
         return own
-    prompt = prompt_tokens(policy.config, policy.tokenizer, item.question)
+    prompt = policy.first_prompt(item.question)
     answer = await policy.complete(prompt, num_samples)
     conversations = [Conversation() for _ in answer.text]
     for index, conversation in enumerate(conversations):
