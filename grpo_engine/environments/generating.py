@@ -148,6 +148,6 @@ class GroupGenerator:
         if isinstance(last, PromptTooLong):
             raise ConfigError(
                 f"max_token_length: {_MAX_SKIPPED_ITEMS} prompts in a row leave no room within {longest} tokens "
-                f"(the last has {last.num_tokens}): raise it, or the trainer's seq_len"
+                f"(the last has at least {last.num_tokens}): raise it, or the trainer's seq_len"
             )
         raise last

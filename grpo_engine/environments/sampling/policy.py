@@ -25,7 +25,7 @@ class PromptTooLong(DataError):
         Args:
             num_tokens: of the prompt; of one that is not encoded, fewer than it has.
         """
-        super().__init__(f"a prompt of {num_tokens} tokens leaves no room for a completion")
+        super().__init__(f"a prompt of at least {num_tokens} tokens leaves no room for a completion")
         self.num_tokens = num_tokens
 
 

@@ -259,7 +259,7 @@ GAME = {"task": {"name": "mafia", "max_days": 1, "explain": False}, "max_token_l
         (
             {"max_token_len": 12},
             {},
-            r"100 prompts in a row leave no room within 11 tokens \(the last has 12\)",
+            r"100 prompts in a row leave no room within 11 tokens \(the last has at least 11\)",
         ),
         ({}, GAME, r"100 prompts in a row leave no room within 63 tokens"),
     ],

@@ -258,7 +258,7 @@ async def test_a_seat_that_ended_its_last_answer_itself_is_still_truncated_when_
 
 
 async def test_a_first_prompt_without_room_is_no_conversation() -> None:
-    with pytest.raises(PromptTooLong, match="a prompt of 20 tokens"):
+    with pytest.raises(PromptTooLong, match="a prompt of at least 20 tokens"):
         await PolicySeat(policy(tiny_tokenizer(), [], longest=20)).ask("x" * 15)
 
 
@@ -277,7 +277,7 @@ async def test_a_text_longer_than_the_longest_tokens_that_fit_is_not_encoded(mon
 
     monkeypatch.setattr(prompts, "_rendered", rendered)
     monkeypatch.setattr(prompts, "chat_tokens", lambda _tokenizer, messages: encoded.append(messages[-1]["content"]))
-    with pytest.raises(PromptTooLong, match="a prompt of 20 tokens"):
+    with pytest.raises(PromptTooLong, match="a prompt of at least 20 tokens"):
         await PolicySeat(policy(tokenizer, [], longest=20)).ask(long)
     assert await seat.ask(long) == ""
     assert (encoded, seat.conversation.is_truncated) == ([""], True)
