@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from grpo_engine.errors import GrpoError
 from grpo_engine.processes import raise_descriptor_limit
 from grpo_engine.ranks.collective_clock import CollectiveClock
+from grpo_engine.ranks.leaving import Leaving, wait_for_gpu
 from grpo_engine.ranks.listeners import closed_to_others
 from grpo_engine.ranks.place import RankPlace
 from grpo_engine.ranks.positions import OwnPosition
@@ -77,8 +78,10 @@ class RankGroup:
         self.announcements: dist.ProcessGroup | None = None
         """All ranks by Gloo, without a time limit worth the name."""
         self._background: dist.ProcessGroup | None = None
+        self._leaving: Leaving | None = None
         if place is None:
             return
+        self._leaving = Leaving()
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
         raise_descriptor_limit()  # Gloo aborts the process when it is out of them
@@ -143,6 +146,8 @@ class RankGroup:
         finally:
             if is_outermost:
                 self._is_announced = False
+        if self._leaving is not None and self._leaving.is_asked:
+            raise RanksFailed(f"rank {self.rank}: another rank has failed, so {self.position.place} has no result")
         if is_outermost:  # after an error it says where that was
             self.position.end("work of rank 0 alone")
 
@@ -229,6 +234,10 @@ class RankGroup:
         with self.collective("the all-gather of results", "cpu"):
             dist.all_gather_object(values, value, group=self.announcements)
         return values
+
+    def abandon(self) -> None:
+        """Instead of `close`, where another rank has failed: wait for none but the GPU of this one."""
+        wait_for_gpu(self.device)
 
     def close(self) -> None:
         """Leave the group."""

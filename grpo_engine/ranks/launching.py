@@ -25,6 +25,7 @@ import psutil
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.forking import why_unforkable
+from grpo_engine.ranks.leaving import LEAVE_SIGNAL
 from grpo_engine.ranks.place import (
     LISTENING_FD,
     LOCAL_RANK,
@@ -47,8 +48,8 @@ POLL_S = 0.05
 SAME_TIME_S = 1.0
 """A rank whose peer has exited fails within this time."""
 GRACE_S = 5.0
-"""Between the first rank's failure and SIGKILL for the others: some wait in a collective operation, where a signal is
-not handled."""
+"""Between the first rank's failure and SIGKILL for the others: some wait in a collective operation of Gloo, where no
+signal is handled."""
 
 log = logging.getLogger(__name__)
 
@@ -232,6 +233,7 @@ def _end_words(rank: int, process: RankProcess, stall: Stall | None) -> str:
 def _end(ranks: Sequence[RankProcess]) -> None:
     deadline = time.monotonic() + GRACE_S
     for rank in ranks:
+        rank.send_signal(LEAVE_SIGNAL)
         rank.terminate()
     for rank in ranks:
         try:

@@ -103,7 +103,11 @@ def run(
     )
     own = None if sampling is None else sampling(config, ranks)
     with _closing(*([] if own is None else [own.engine.close]), ranks.close):
-        return _lead(config, ranks, own, tokenizer) if ranks.leads else _follow(config, ranks, own)
+        try:
+            return _lead(config, ranks, own, tokenizer) if ranks.leads else _follow(config, ranks, own)
+        except RanksFailed:
+            ranks.abandon()
+            raise
 
 
 @contextmanager

@@ -22,6 +22,7 @@ FLAGS = (
     *("--weight-bridge-mode", "colocate", "--task", "sort6", "--group-size", "8", "--max-tokens", "8"),
     *("--batch-size", "32", "--gradient-accumulation-steps", "2", "--lr", "1e-3", "--seq-len", "64"),
     *("--training-steps", "3", "--gpu-memory-utilization", "0.3", "--optimizer", "adamw"),
+    *("--cuda-graph-sizes", "1", "8", "32"),  # all of vLLM's take most of the time
 )
 MORE = {
     "all weights": (),

@@ -40,6 +40,24 @@ raise SystemExit(restarts.run(partial(launch_ranks, ["false"], num_local=2, run=
 """Each rank leaves a process behind, and writes its number, its pid and that of the process. They end together on
 SIGTERM to one of them."""
 
+IN_A_KERNEL = """
+import ctypes, os, signal, sys
+from grpo_engine.ranks import leaving
+from grpo_engine.ranks.launching import launch_ranks
+
+def rank():
+    if os.environ["RANK"] == "1":
+        return 3
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    leaving._abort_operations = lambda: os.write(1, b"aborted") and os._exit(0)
+    leaving.Leaving()
+    ctypes.CDLL(None).sleep(60)  # no handler of Python runs meanwhile
+    return 0
+
+raise SystemExit(launch_ranks(["false"], num_local=2, run=rank).code)
+"""
+"""Rank 1 fails, and rank 0 is in an operation that waits for it."""
+
 pytestmark = pytest.mark.slow
 
 
@@ -109,6 +127,12 @@ def test_a_launcher_that_waits_to_be_asked_is_stopped_at_once(launcher: Launcher
     until(lambda: launcher.restarts().get("killed_by") == "SIGKILL")
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.process.wait(10) == 128 + signal.SIGKILL
+
+
+def test_a_rank_in_an_operation_of_nccl_is_asked_to_end_it_and_not_killed() -> None:
+    """A process that is killed within a kernel under MPS is a fault of all that share the card."""
+    ended = subprocess.run([sys.executable, "-c", IN_A_KERNEL], capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (3, b"aborted"), ended.stderr.decode()
 
 
 def test_the_rank_that_was_killed_is_named_and_not_one_that_failed_since() -> None:
