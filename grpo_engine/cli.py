@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from gc import unfreeze  # `keep_imports_frozen` replaces it in the module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,6 +22,7 @@ from grpo_engine.config import Config, ConfigT
 from grpo_engine.errors import BridgeError, GrpoError, ModelError
 from grpo_engine.flags import flags_of, parse_flags
 from grpo_engine.forking import keep_forkable
+from grpo_engine.importing import collecting_nothing
 from grpo_engine.other_names import COLOCATE
 from grpo_engine.own_file import open_own_file
 from grpo_engine.python_command import module_command
@@ -63,9 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per request adds nothing to the metrics
     logging.getLogger("huggingface_hub").propagate = False  # it prints its lines on its own
-    code = _exit_code(words[0], partial(command, words[1:]))
-    if code and argv is None and command in {_server, _train}:
-        _leave(code)
+    try:
+        code = _exit_code(words[0], partial(command, words[1:]))
+        if argv is None and (command is _server or (code and command is _train)):
+            _leave(code)
+    finally:
+        unfreeze()  # else Triton's bindings report all that was imported as leaks
     return code
 
 
@@ -136,9 +141,10 @@ def _compiled_code(kind: str) -> Path:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit a failed server or trainer without the destructors of torch and vLLM.
+    """Exit a server, which has closed all that outlives it, or a failed trainer, without destructors of torch and vLLM.
 
-    Triton's bindings report leaks there, sixty lines after the error message, and NCCL waits for ranks that are gone.
+    They take a second; after an error Triton's bindings report leaks there, in sixty lines, and NCCL waits for ranks
+    that are gone.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -161,7 +167,8 @@ def _server(argv: Sequence[str]) -> int:
 
     config = _parsed(ServerConfig, argv, "server", _server)
     _log_from(config.log_level)
-    from grpo_engine.server.main import run
+    with collecting_nothing():
+        from grpo_engine.server.main import run
 
     return run(config)
 
@@ -172,7 +179,8 @@ def _env(argv: Sequence[str]) -> int:
 
     config = _parsed(EnvironmentConfig, _without_serve(argv), "env", _env)
     _log_from(config.log_level)
-    from grpo_engine.environments.main import run
+    with collecting_nothing():
+        from grpo_engine.environments.main import run
 
     return run(config)
 
@@ -193,7 +201,8 @@ def _reference(argv: Sequence[str]) -> int:
 
     config = _parsed(ReferenceConfig, argv, "reference", _reference)
     _log_from(config.log_level)
-    from grpo_engine.reference.main import run
+    with collecting_nothing():
+        from grpo_engine.reference.main import run
 
     return run(config)
 
@@ -231,11 +240,11 @@ def _train(argv: Sequence[str]) -> int:
     if config.num_ranks > 1 and not config.dry_run and rank_place(os.environ) is None:
         return _start_ranks(config, argv)
     if config.bridge.samples_in_process:
-        from grpo_engine.colocate.main import run as run_sampling
-
+        with collecting_nothing():
+            from grpo_engine.colocate.main import run as run_sampling
         return run_sampling(config)
-    from grpo_engine.train.main import run
-
+    with collecting_nothing():
+        from grpo_engine.train.main import run
     return run(config)
 
 
@@ -251,10 +260,11 @@ def _start_ranks(config: TrainerConfig, argv: Sequence[str]) -> int:
 
     prepare: Callable[[TrainerConfig], PreTrainedTokenizerBase | None]
     run: Callable[..., int]
-    if config.bridge.samples_in_process:
-        from grpo_engine.colocate.main import prepare, run
-    else:
-        from grpo_engine.train.main import prepare, run
+    with collecting_nothing():
+        if config.bridge.samples_in_process:
+            from grpo_engine.colocate.main import prepare, run
+        else:
+            from grpo_engine.train.main import prepare, run
     tokenizer = begin_in_turn(partial(prepare, config), os.environ, always=True)
     launch = partial(
         launch_ranks,

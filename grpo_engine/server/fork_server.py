@@ -14,7 +14,6 @@ An inference server does not outlive its fork server. It leads a process group.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import resource
@@ -33,6 +32,7 @@ from typing import NoReturn
 from grpo_engine.errors import GrpoError
 from grpo_engine.flags import to_flags
 from grpo_engine.forking import why_unforkable
+from grpo_engine.importing import collecting_nothing
 from grpo_engine.processes import (
     ProcessIdentity,
     become_subreaper,
@@ -96,11 +96,11 @@ class ForkServer:
         self._handle_signals_while_importing()
         began = time.monotonic()
         logger.info(FORK_SERVER_IMPORTS.text)
-        preload(self._config)
+        with collecting_nothing():  # nor do the forks, which would copy every page
+            preload(self._config)
         logger.info(FORK_SERVER_HAS_IMPORTED.text, time.monotonic() - began)
         self._handle_signals()
         become_subreaper()
-        gc.freeze()
         while True:
             with socket_folder(self._config, os.environ):
                 obstacle = why_unforkable()

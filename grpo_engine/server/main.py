@@ -8,7 +8,6 @@ restart does not change (a wrong setting, a damaged model, a port that is taken)
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import logging
 import os
@@ -180,8 +179,6 @@ class _Server(ListeningServer):
         if self._failure is not None:
             logger.error("Cannot serve: %s", self._failure)
             return 1
-        # Nothing is left to collect, and a collection over torch and transformers takes a second.
-        gc.freeze()
         return 0
 
     def _reporter(self) -> Reporter:

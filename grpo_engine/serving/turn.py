@@ -14,6 +14,7 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import TypeVar
 
+from grpo_engine.importing import collecting_nothing
 from grpo_engine.wire.environment_variables import GATE_VARIABLE
 from grpo_engine.wire.log_lines import PREPARED
 
@@ -48,7 +49,8 @@ def begin_in_turn(
 
 def _prepared(prepare: Callable[[], PreparedT | None]) -> PreparedT | None:
     try:
-        return prepare()
+        with collecting_nothing():
+            return prepare()
     except Exception as error:  # a missing package, file or model: reported by what needs it, when its turn comes
         log.info("cannot prepare everything before its turn: %s: %s", type(error).__name__, error)
         return None

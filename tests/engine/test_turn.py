@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -88,6 +89,16 @@ def test_a_held_process_begins_with_what_it_prepared_and_hands_its_gate_to_nobod
         assert begin_in_turn(lambda: "a tokenizer", environment) == "a tokenizer"
         assert environment == {}
         os.close(ours)
+
+
+def test_no_garbage_is_collected_while_a_held_process_imports() -> None:
+    with gate() as (environment, ours):
+        os.write(ours, b"\n")
+        assert begin_in_turn(lambda: [gc.isenabled()], environment) == [False]
+        os.close(ours)
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0, "later collections look at every module again"
+    gc.unfreeze()
 
 
 def test_what_cannot_be_prepared_is_left_to_the_turn(caplog: pytest.LogCaptureFixture) -> None:
