@@ -29,6 +29,7 @@ from grpo_engine.environments.tasks.concurrency import first_error, gather_all
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
 from grpo_engine.environments.trainer_link import Outbox
 from grpo_engine.errors import GrpoError
+from grpo_engine.importing import collecting_nothing
 from grpo_engine.processes import raise_descriptor_limit
 from grpo_engine.serving.access import token_for
 from grpo_engine.serving.reporting import Reporter
@@ -56,10 +57,11 @@ def run(config: EnvironmentConfig) -> int:
     loaded = begin_in_turn(partial(prepare, config), os.environ)
     if loaded is None or config.task.has_user_code:
         config.task.check()
-    # Imported late: transformers takes seconds to load, and errors of the task should come first.
-    from grpo_engine.models.loading import load_tokenizer
+    with collecting_nothing():
+        # Imported late: transformers takes a second to load, and errors of the task should come first.
+        from grpo_engine.models.tokenizer import load_tokenizer
 
-    tokenizer: Tokenizer = load_tokenizer(config.model_name) if loaded is None else loaded
+        tokenizer: Tokenizer = load_tokenizer(config.model_name) if loaded is None else loaded
     check_template(config, tokenizer)
     of_opponent: Tokenizer = tokenizer
     if config.opponent_model_name is not None:
@@ -75,7 +77,8 @@ def prepare(config: EnvironmentConfig) -> Tokenizer | None:
     """The tokenizer, after a task of ours has loaded what it needs; one of the user may use a GPU or a server."""
     import httpcore  # noqa: F401 - httpx imports it with its first connection
 
-    from grpo_engine.models.loading import is_at_hand, load_tokenizer
+    from grpo_engine.models.sources import is_at_hand
+    from grpo_engine.models.tokenizer import load_tokenizer
 
     if not config.task.has_user_code:
         config.task.check()

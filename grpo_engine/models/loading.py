@@ -1,30 +1,26 @@
-"""Loads models and tokenizers by name: hub id (`owner/name`), folder, or `local/…` (see `local.py`).
+"""Loads models and their configurations by name: see `sources.py`; tokenizers are in `tokenizer.py`.
 
-Code that a model brings is never run, and no question is asked. Errors of the libraries become a `ModelError` and
-its cause. Models on weights of another process are in `shared.py`.
+Code that a model brings is never run, and no question is asked. Models on weights of another process: `shared.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_engine.errors import ModelError, UnusableModel
-from grpo_engine.models.config import LOCAL_PREFIX, DtypeName, check_model_name
-from grpo_engine.models.local import RANDOM_MODEL_BYTES, local_model_folder, make_once
+from grpo_engine.errors import ModelError
+from grpo_engine.models.config import DtypeName
 from grpo_engine.models.shared import load_model_on_shared, log_tensors
+from grpo_engine.models.sources import is_at_hand, read_source, resolve_model
+from grpo_engine.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = [
     "is_at_hand",
@@ -37,31 +33,7 @@ __all__ = [
     "torch_dtype",
 ]
 
-LoadedT = TypeVar("LoadedT")
-
 log = logging.getLogger(__name__)
-
-
-def resolve_model(name: str) -> str:
-    """What transformers and vLLM can load `name` from: an absolute folder, or a hub id as it is.
-
-    A `local/…` model is created here on first use, which takes a minute or two.
-
-    Raises:
-        UnusableModel: no such folder or local model, or its source package is not installed.
-    """
-    problem = check_model_name(name)
-    if problem is not None:
-        raise UnusableModel(f"model {problem}" if problem.startswith("'") else problem)
-    if name.startswith(LOCAL_PREFIX):
-        return str(make_once(name, lambda folder: _make_apart(name, folder)))
-    folder = Path(name).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else name
-
-
-def is_at_hand(name: str) -> bool:
-    """Whether a model can be read without being made first."""
-    return not name.startswith(LOCAL_PREFIX) or local_model_folder(name).is_dir()
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -70,7 +42,7 @@ def load_config(name: str) -> PreTrainedConfig:
     Raises:
         ModelError: it cannot be found or read.
     """
-    return _load(name, partial(AutoConfig.from_pretrained, trust_remote_code=False))
+    return read_source(name, partial(AutoConfig.from_pretrained, trust_remote_code=False))
 
 
 def modeling_module(name: str) -> str | None:
@@ -83,18 +55,6 @@ def modeling_module(name: str) -> str | None:
 
     kind = load_config(name).model_type
     return f"transformers.models.{kind}.modeling_{kind}" if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else None
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; one without a padding token pads with its end token.
-
-    Raises:
-        ModelError: it cannot be found or read.
-    """
-    tokenizer = _load(name, partial(AutoTokenizer.from_pretrained, trust_remote_code=False))
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def load_model(
@@ -110,7 +70,7 @@ def load_model(
     """
     began = time.perf_counter()
     kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    model = _load(
+    model = read_source(
         name,
         lambda source: AutoModelForCausalLM.from_pretrained(
             source, dtype=torch_dtype(dtype), trust_remote_code=False, **kwargs
@@ -143,44 +103,3 @@ def torch_dtype(name: DtypeName) -> torch.dtype | str:
         case "auto":
             return "auto"
     raise ModelError(f"dtype {name!r} is none of float32, bfloat16, float16, auto")
-
-
-def _load(name: str, read: Callable[[str], LoadedT]) -> LoadedT:
-    source = resolve_model(name)
-    try:
-        return read(source)
-    except (OSError, ValueError, KeyError, ImportError) as error:  # what transformers raises for a bad source
-        first_line = str(error).strip().partition("\n")[0].rstrip(".")
-        what = f"model {name!r} cannot be loaded: {first_line}"
-        if Path(source).is_dir():
-            raise UnusableModel(f"{what}; check the files in that folder") from error
-        raise ModelError(
-            f"{what}; without a hub, give the folder of a downloaded model, or a local/… model such as local/tiny"
-        ) from error
-
-
-def _make_apart(name: str, folder: Path) -> None:
-    """Create a local model in a new interpreter.
-
-    Training leaves threads and a CUDA context in a process, and vLLM later forks its engine from this one:
-    "Cannot re-initialize CUDA in forked subprocess".
-    """
-    code = f"from pathlib import Path; from {__name__} import _recipe; _recipe({name!r})(Path({str(folder)!r}))"
-    made = subprocess.run([sys.executable, "-P", "-c", code], stderr=subprocess.PIPE, text=True)
-    if made.returncode != 0:
-        last_words = "\n".join(made.stderr.strip().splitlines()[-5:]) or f"exit code {made.returncode}"
-        raise ModelError(f"{name} could not be created:\n{last_words}")
-
-
-def _recipe(name: str) -> Callable[[Path], None]:
-    if name == "local/tiny":
-        from grpo_engine.models.tiny import make_tiny
-
-        return make_tiny
-    if name in RANDOM_MODEL_BYTES:
-        from grpo_engine.models.random_models import make_random
-
-        return lambda folder: make_random(name, folder)
-    from grpo_engine.models.smollm2 import make_smollm2
-
-    return make_smollm2

@@ -47,12 +47,14 @@ def refuse(event, arguments):
     if event in ("socket.bind", "socket.connect", "socket.getaddrinfo"):
         raise AssertionError(f"{event} {arguments}")
 sys.addaudithook(refuse)
+from grpo_engine.environments import main as environment
+from grpo_engine.environments.config import EnvironmentConfig
+assert environment.prepare(EnvironmentConfig(model_name="local/tiny", task="sort6")) is not None
+assert "torch" not in sys.modules, "an environment only tokenizes"
 import torch
 def touched(*_): raise AssertionError("CUDA")
 for name in ("is_available", "device_count", "_lazy_init", "current_device", "get_device_properties"):
     setattr(torch.cuda, name, touched)
-from grpo_engine.environments import main as environment
-from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.server import main as server
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.train import main as trainer
@@ -64,7 +66,6 @@ from grpo_engine.reference.config import ReferenceConfig
 adapter = {"mode": "lora_restart"}
 reference.prepare(ReferenceConfig(model_name="local/tiny"))
 assert trainer.prepare(TrainConfig(model_name="local/tiny", bridge=adapter, compile_layers=True)) is not None
-assert environment.prepare(EnvironmentConfig(model_name="local/tiny", task="sort6")) is not None
 server.prepare(ServerConfig(model_name="local/tiny", engine="torch"))
 assert "peft" in sys.modules and "transformers.models.llama.modeling_llama" in sys.modules
 assert threading.active_count() == 1, threading.enumerate()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from grpo_engine.data.puzzles import PuzzleTask
 from grpo_engine.errors import ModelError, UnusableModel
@@ -23,6 +24,7 @@ from grpo_engine.models.loading import load_config, load_model, load_tokenizer, 
 from grpo_engine.models.local import local_model_folder, make_once
 from grpo_engine.models.tiny import make_tiny, sampled_reward
 from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
+from grpo_engine.models.tokenizer import TOKENIZER_CLASSES
 
 MAKER = """
 import sys
@@ -194,6 +196,36 @@ def test_smollm2_is_made_into_an_ordinary_model_that_answers() -> None:
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert "7" in answer
     assert end in output[0, prompt["input_ids"].shape[1] :]
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved_class", "asks"),
+    [
+        *((kind, saved_class, False) for kind, saved_class in TOKENIZER_CLASSES),
+        ("qwen2", "TokenizersBackend", True),  # as of local/qwen-3b-random
+        ("qwen2", "PreTrainedTokenizerFast", True),
+        ("mistral", "TokenizersBackend", True),
+    ],
+)
+def test_a_tokenizer_is_the_one_that_auto_tokenizer_loads(
+    kind: str, saved_class: str, asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": saved_class}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    expected = AutoTokenizer.from_pretrained(tmp_path)
+    asked = []
+    read = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *a, **k: [asked.append(a), read(*a, **k)][1])
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert bool(asked) is asks
+    assert type(tokenizer) is type(expected)
+    assert tokenizer.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    assert tokenizer.special_tokens_map == expected.special_tokens_map
+    messages = [{"role": "system", "content": "Sort."}, {"role": "user", "content": "3 1 2 é\n<|im_end|>"}]
+    rendered = [each.apply_chat_template(messages, add_generation_prompt=True) for each in (tokenizer, expected)]
+    assert rendered[0] == rendered[1]
 
 
 @pytest.mark.parametrize("load", [load_config, load_tokenizer, partial(load_model, dtype="float32", device="cpu")])
