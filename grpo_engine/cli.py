@@ -17,7 +17,7 @@ from gc import unfreeze  # `keep_imports_frozen` replaces it in the module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from grpo_engine.compilers import CODE_CACHES
+from grpo_engine.compilers import CODE_CACHES, settle_assembler
 from grpo_engine.config import Config, ConfigT
 from grpo_engine.errors import BridgeError, GrpoError, ModelError
 from grpo_engine.flags import flags_of, parse_flags
@@ -126,6 +126,7 @@ def _close_to_others(name: str) -> None:
     for variable, kind in CODE_CACHES.items():
         if variable not in os.environ:
             os.environ[variable] = str(_compiled_code(kind))
+    settle_assembler(os.environ)
 
 
 def _compiled_code(kind: str) -> Path:

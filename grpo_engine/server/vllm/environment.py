@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, MutableMapping
 
-from grpo_engine.compilers import CODE_CACHES
+from grpo_engine.compilers import CODE_CACHES, settle_assembler
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.local import cache_folder
 from grpo_engine.server.config import ServerConfig
@@ -39,6 +39,7 @@ def settle_environment(config: ServerConfig, environment: MutableMapping[str, st
     environment.setdefault("VLLM_CACHE_ROOT", str(caches / "vllm"))
     for variable, folder in CODE_CACHES.items():  # else in /tmp
         environment.setdefault(variable, str(caches / folder))
+    settle_assembler(environment)
     if config.enable_lora and _NO_LAUNCH_OVERLAP not in environment and _has_blackwell(environment):
         # Grid dependency control in vLLM's adapter kernels (PDL): Triton fails to compile it for Blackwell.
         environment[_NO_LAUNCH_OVERLAP] = "1"
