@@ -96,6 +96,12 @@ def simulate_command(
         length_spread=length_spread,
         reward_seconds=reward_seconds,
     )
+    if layout.shares_device and machines is None:
+        shared = (
+            f"trainer and servers share GPUs: a step is taken to last {figures.trainer.beside_sampling:g} times as "
+            "long while a server decodes, as SmolLM2-135M with MPS on H200 (docs/simulate.md)"
+        )
+        figures = replace(figures, sources=(*figures.sources, shared))
     if machines is None and (gpus_per_machine is not None or trainers is not None or scale_batch):
         raise typer.BadParameter("--gpus-per-machine, --trainers and --scale-batch go with --machines")
     counts = [None] if machines is None else _list("--machines", machines, _machines)

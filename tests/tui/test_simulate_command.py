@@ -79,6 +79,14 @@ def test_machines_divide_their_gpus_between_both_sides(tmp_path: Path, capsys: p
     assert all(row["environments"] == 3 and row["tokens_per_s"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize(("profile", "is_shared"), [("llama8b-random", True), ("llama8b-broadcast", False)])
+def test_gpus_that_trainer_and_server_share_are_said(
+    profile: str, is_shared: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate_command(profile, max_staleness="1", steps=5)
+    assert ("share GPUs: a step is taken to last 1.41 times as" in capsys.readouterr().err) == is_shared
+
+
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
