@@ -353,7 +353,7 @@ def faults_of(
                 text = (
                     f"another name of {same[0]!r}, which is also set: set only that"
                     if same
-                    else f"unknown setting{did_you_mean(written[-1], setting_names(owner))}"
+                    else f"unknown setting{did_you_mean_setting(written[-1], setting_names(owner))}"
                 )
             case "missing":
                 text = "required, but missing"
@@ -377,15 +377,36 @@ def faults_of(
     return faults
 
 
-_ELSEWHERE = {
-    **dict.fromkeys(("max_iterations", "max_steps", "total_steps"), "training_steps"),
-    "per_device_train_batch_size": "batch_size",
-    "num_generations": "group_size",
-    "max_completion_length": "max_tokens",
-    "epsilon": "clip_eps",
-    "beta": "kl_coef",
+OF_THE_ENVIRONMENT = {
+    **dict.fromkeys(("num_generations", "grpo_samples", "grpo_size", "group_size"), "group_size"),
+    **dict.fromkeys(("max_completion_length", "max_generated_tokens", "max_tokens"), "max_tokens"),
+    **{name: name for name in ("temperature", "top_p")},
 }
-"""Names that other trainers give to a setting, with ours, which no likeness of letters finds."""
+OF_THE_TRAINER = {
+    **dict.fromkeys(("max_iterations", "max_steps", "total_steps", "num_steps"), "training_steps"),
+    **dict.fromkeys(("per_device_train_batch_size", "batch_size"), "batch_size"),
+    **dict.fromkeys(("learning_rate", "lr"), "lr"),
+    **dict.fromkeys(("beta", "kl_coeff"), "kl_coef"),
+    **dict.fromkeys(("num_iterations", "ppo_epochs"), "num_iterations"),
+    "epsilon": "clip_eps",
+    "epsilon_high": "clip_high",
+    "delta": "dual_clip",
+    "loss_type": "loss",
+    "scale_rewards": "advantage_scale",
+    "mask_truncated_completions": "mask_truncated",
+    "clip_grad_norm": "max_grad_norm",
+    "enable_activation_checkpointing": "gradient_checkpointing",
+    "num_warmup_steps": "warmup_steps",
+    "save_steps": "checkpoint_interval",
+    "save_total_limit": "keep_checkpoints",
+    "eval_steps": "eval_every",
+    "output_dir": "save_path",
+    "report_to": "use_wandb",
+    "vllm_mode": "weight_bridge_mode",
+}
+_ELSEWHERE = {**OF_THE_TRAINER, **OF_THE_ENVIRONMENT}
+"""Names that TRL and torchtune give to a setting, with ours, which no likeness of letters finds; and names of ours that
+are looked for among the settings of another service."""
 
 
 _LONGEST_NAME = 100
@@ -399,10 +420,28 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     if len(name) > _LONGEST_NAME:  # to compare takes memory and time in proportion
         return ""
     known = list(islice(names, _MOST_NAMES))
-    ours = _ELSEWHERE.get(name.removeprefix("--").replace("-", "_"))
-    meant = [each for each in known if ours is not None and each.removeprefix("--").replace("-", "_") == ours]
+    ours = _ELSEWHERE.get(_as_setting(name))
+    meant = [each for each in known if _as_setting(each) == ours]
     near = meant or difflib.get_close_matches(name, known, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def did_you_mean_setting(name: str, names: Iterable[str]) -> str:
+    """As `did_you_mean`, and of another service where it is a setting there, or what other trainers call one.
+
+    >>> did_you_mean_setting("num_generations", ["lr", "num_iterations"])
+    " (did you mean 'group_size' of the environment?)"
+    """
+    known = list(islice(names, _MOST_NAMES))
+    plain = _as_setting(name)
+    ours = _ELSEWHERE.get(plain)
+    if ours is None or ours in map(_as_setting, known):
+        return did_you_mean(name, known)
+    return f" (did you mean {ours!r} of the {'environment' if plain in OF_THE_ENVIRONMENT else 'trainer'}?)"
+
+
+def _as_setting(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
 
 
 def setting_names(model: type[BaseModel] | None) -> list[str]:

@@ -29,7 +29,7 @@ from grpo_engine.config import (
     ConfigT,
     RawTable,
     apply_overrides,
-    did_you_mean,
+    did_you_mean_setting,
     keys_of,
     read_table,
     setting_names,
@@ -187,12 +187,12 @@ def _unknown(words: Sequence[str], flags: Sequence[str], whose: Callable[[str], 
     """The message for unknown flags and arguments."""
     first = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
     if first is None:
-        return f"unrecognized arguments: {' '.join(words)}"
+        return f"unrecognized arguments: {' '.join(words)}: settings are flags, which --help lists"
     if first.startswith(("--env.", "--openai.")):
         return f"{first}: a flag of Atropos environments; see `grpo-engine atropos-env --help`"
     if (other := whose(first)) is not None:
         return f"{first}: not a flag here, but of {other}: give it to that command"
-    return f"{first}: unknown flag{did_you_mean(first, flags)}; --help lists all flags"
+    return f"{first}: unknown flag{did_you_mean_setting(first, flags)}; --help lists all flags"
 
 
 @dataclass(frozen=True, slots=True)

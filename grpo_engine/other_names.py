@@ -1,7 +1,8 @@
 """Settings by the names that other trainers give them: which setting here each is, of which command.
 
-The names are those of TorchRL's GRPO (`optimizer.lr`, dotted, as Hydra takes them) and of files with `vllm_config` and
-`fsdp_config`, as those of co-located trainers. Pure, and torch-free.
+The names are those of TorchRL's GRPO and torchtune's recipes (`optimizer.lr`, dotted, as Hydra takes them) and of files
+with `vllm_config` and `fsdp_config`, as those of co-located trainers. Names without a dot, as TRL's, are answered with
+ours by `did_you_mean_setting`. Pure, and torch-free.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _SECTIONS = frozenset(
         "vllm_config",
         "fsdp_config",
         "optimizer",
+        "lr_scheduler",
+        "loss",
         "model",
         "policy",
         "train",
@@ -86,6 +89,9 @@ _GPUS = "choose GPUs by services.%s.gpus of a profile, or by CUDA_VISIBLE_DEVICE
 DOTTED: Mapping[str, Named] = {
     "optimizer.lr": Named(train="lr"),
     "optimizer.weight_decay": Named(train="weight_decay"),
+    "lr_scheduler.num_warmup_steps": Named(train="warmup_steps"),
+    "loss.kl_coeff": Named(train="kl_coef"),
+    "loss.epsilon": Named(train="clip_eps"),
     "model.name": Named(train="model_name", server="model_name", env="model_name"),
     "policy.kl_coef": Named(train="kl_coef"),
     "env.dataset": Named(env="task"),

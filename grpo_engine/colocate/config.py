@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from grpo_engine.bridges import IN_PROCESS
 from grpo_engine.config import Config
@@ -93,22 +94,30 @@ class TrainerConfig(TrainConfig):
             vllm=own.vllm,
         )
 
+    @field_validator("environment", "inference", mode="before")
+    @classmethod
+    def _has_an_effect(cls, table: Any, info: ValidationInfo) -> Any:
+        """Before its own fields are read: `--group-size 8` alone is not told that a task is missing."""
+        bridge = info.data.get("bridge")
+        if table is None or bridge is None or bridge.samples_in_process:
+            return table
+        given = ", ".join(sorted(table if isinstance(table, Mapping) else table.model_fields_set)) or info.field_name
+        whose = "grpo-engine env (services.env of a profile)"
+        if info.field_name == "inference":
+            whose = "grpo-engine server (services.vllm of a profile)"
+        raise ValueError(
+            f"({given}) has no effect with weight_bridge_mode {bridge.mode}: give it to {whose}, or choose "
+            f"{' or '.join(IN_PROCESS)}"
+        )
+
     @model_validator(mode="after")
     def _samples_itself_or_not(self) -> Self:
-        mode = self.bridge.mode
         if not self.bridge.samples_in_process:
-            for name in ("environment", "inference"):
-                table: Config | None = getattr(self, name)
-                if table is not None:
-                    given = ", ".join(sorted(table.model_fields_set)) or name
-                    raise ValueError(
-                        f"{name} ({given}) has no effect with weight_bridge_mode {mode}, which has services of their "
-                        f"own for it: give it to them, or choose {' or '.join(IN_PROCESS)}"
-                    )
             return self
         if self.environment is None:
             raise ValueError(
-                f"weight_bridge_mode {mode} samples in the trainer, and no task is set: set environment.task, or --task"
+                f"weight_bridge_mode {self.bridge.mode} samples in the trainer, and no task is set: set "
+                "environment.task, or --task"
             )
         size, num_seats = self.environment.group_size, self.environment.num_groups_per_item
         if self.sequences_per_batch % (size * num_seats):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from grpo_tui.profile.doctor_ranks import Links, examine_ranks
 from grpo_tui.profile.loaded import LoadedProfile
 from grpo_tui.profile.plan import Plan
 from grpo_tui.profile.start_checks import needs_of
-from grpo_tui.services.atropos_environment import AtroposEnvironment
 from grpo_tui.services.base import Launch
 from grpo_tui.services.inference import Inference
 from grpo_tui.services.visible_gpus import gpus_of
@@ -75,7 +73,6 @@ def examine(machine: Machine, loaded: LoadedProfile | None, plan: Plan | None, l
     if loaded is not None and plan is not None:
         findings += [
             *_needs(loaded),
-            *_atropos(loaded),
             *examine_software(loaded.profile, machine.driver, installed_version),
         ]
         findings += [*_ports(machine, plan), *_gpu_use(machine, loaded, plan), *_mps(machine, plan)]
@@ -139,22 +136,6 @@ def _needs(loaded: LoadedProfile) -> Iterator[Finding]:
             yield Finding(id=need.id, severity="warning" if need.hint else "ok", text=need.text, hint=need.hint)
         else:
             yield Finding(id=need.id, severity="error", text=f"{need.key}: {need.text}", hint=need.hint)
-
-
-def _atropos(loaded: LoadedProfile) -> Iterator[Finding]:
-    for name, service in loaded.profile.services.items():
-        if not isinstance(service, AtroposEnvironment):
-            continue
-        for key, path in {"file": service.file, "python": service.python}.items():
-            if not (loaded.path.parent / service.cwd / path).is_file():
-                unset = re.search(r"\$\{?(\w+)", str(path))
-                way = f"--set services.{name}.{key}=…"
-                yield Finding(
-                    id="atropos",
-                    severity="error",
-                    text=f"{name}.{key} is {path}, which is not a file",
-                    hint=way if unset is None else f"export {unset[1]}=…, or {way}",
-                )
 
 
 def _ports(machine: Machine, plan: Plan) -> Iterator[Finding]:

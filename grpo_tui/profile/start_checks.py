@@ -8,8 +8,10 @@ the hub only for a model that is not in its cache. Settings that contradict each
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from shutil import which
 
 from grpo_engine.config import Fault
 from grpo_engine.errors import ConfigError
@@ -19,6 +21,7 @@ from grpo_tui.profile.cluster import has_ray
 from grpo_tui.profile.doctor_gpu import INSTALL, is_torch_for_gpus, wants_gpu
 from grpo_tui.profile.hub import cache_state, has_own_hub, hub_problems
 from grpo_tui.profile.loaded import LoadedProfile
+from grpo_tui.services.atropos_environment import AtroposEnvironment
 from grpo_tui.services.environment import Environment, sampled_by
 from grpo_tui.services.inference import Inference
 from grpo_tui.services.trainer import Trainer
@@ -145,6 +148,20 @@ def _files(loaded: LoadedProfile) -> Iterator[Need]:
             yield Need(id="task", key=key, text=text)
 
 
+def _atropos(loaded: LoadedProfile) -> Iterator[Need]:
+    """The files of stock environments, and the Python that runs each; a name without a folder is one of the path."""
+    for name, service in loaded.first_replicas.items():
+        if not isinstance(service, AtroposEnvironment) or service.env_files:
+            continue
+        for setting, path in {"file": service.file, "python": service.python}.items():
+            if (loaded.path.parent / service.cwd / path).is_file() or (setting == "python" and which(path)):
+                continue
+            key = f"services.{name}.{setting}"
+            unset = re.search(r"\$\{?(\w+)", str(path))
+            hint = f"--set {key}=…" if unset is None else f"export {unset[1]}=…, or --set {key}=…"
+            yield Need(id="atropos", key=key, text=f"{path} is not a file", hint=hint)
+
+
 def _hub(loaded: LoadedProfile) -> Iterator[Need]:
     """Models and data sets that come from the hub and are not in its cache: it must have them and be reachable."""
     if any(service.env_files or has_own_hub(service.env) for service in loaded.profile.services.values()):
@@ -183,5 +200,5 @@ def _hub_ids(loaded: LoadedProfile) -> Mapping[str, str]:
 
 
 CHECKS: tuple[Callable[[LoadedProfile], Iterator[Need]], ...] = (
-    _packages, _cluster, _optimizers, _gpus, _files, _hub,
+    _packages, _cluster, _optimizers, _gpus, _files, _atropos, _hub,
 )  # fmt: skip

@@ -46,6 +46,11 @@ KNOWN_CAUSES = (
         ("no module named", "modulenotfound", "command not found", "no such file"),
         "install what it names, or correct its argv in the profile; `grpo-tui doctor` checks for it",
     ),
+    (
+        ("task.functions:",),
+        "correct the function, then s on the screen starts the service again; or set task.error_reward, the reward of "
+        "completions for which it fails",
+    ),
 )
 """Words in a service's explanation, and what helps."""
 

@@ -426,7 +426,7 @@ def phases_of_restart(state: ViewState, service: str) -> tuple[Transition, ...]:
 
 def outcome_of(notice: Notice) -> Outcome:
     """A notice as a message."""
-    is_named = not notice.service or notice.text.startswith(f"{notice.service} ")
+    is_named = not notice.service or notice.text.startswith((f"{notice.service} ", f"{notice.service}:"))
     subject = "" if is_named else f"{notice.service}: "
     return Outcome(severity=notice.severity, text=subject + notice.text, time=notice.time)
 

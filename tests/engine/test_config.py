@@ -12,6 +12,8 @@ from pydantic import AliasChoices, Field
 
 from grpo_engine.cli import main
 from grpo_engine.config import (
+    OF_THE_ENVIRONMENT,
+    OF_THE_TRAINER,
     Config,
     LogLevel,
     apply_overrides,
@@ -139,6 +141,15 @@ def test_a_name_of_another_trainer_is_answered_with_ours_and_not_with_what_looks
         parse_flags(TrainConfig, ["--model", "m", "--max-iterations", "9"], prog="t", description="")
     with pytest.raises(ConfigError, match=r"max_iterations: unknown setting \(did you mean 'training_steps'\?\)"):
         validated(TrainConfig, {"model_name": "m", "max_iterations": 9}, where="t")
+    with pytest.raises(ConfigError, match=r"num_generations: .* \(did you mean 'group_size' of the environment\?\)"):
+        validated(TrainConfig, {"model_name": "m", "num_generations": 9}, where="t")
+    with pytest.raises(ConfigError, match=r"--kl-coeff: .* \(did you mean 'kl_coef' of the trainer\?\)"):
+        parse_flags(EnvironmentConfig, ["--kl-coeff", "1"], prog="t", description="")
+
+
+def test_what_names_of_other_trainers_are_answered_with_is_a_setting() -> None:
+    assert set(OF_THE_TRAINER.values()) <= {*setting_names(TrainConfig), "weight_bridge_mode"}
+    assert set(OF_THE_ENVIRONMENT.values()) <= set(setting_names(EnvironmentConfig))
 
 
 def test_a_flag_of_another_service_is_answered_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,11 +258,13 @@ def test_a_yaml_file_gives_the_same_as_a_toml_file(tmp_path: Path) -> None:
 
 def test_overrides_need_no_flag_and_may_have_the_names_of_other_trainers(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "m", "optimizer.lr=2e-5", "--wandb-project", "a.b=c", "batch_size=4", "policy.kl_coef=0.01"]
+    words += ["lr_scheduler.num_warmup_steps=7"]
     config = parse_flags(TrainConfig, words, prog="grpo-engine train", description="")
     assert (config.lr, config.batch_size, config.kl_coef, config.wandb_project) == (2e-5, 4, 0.01, "a.b=c")
     assert capsys.readouterr().err.splitlines() == [
         "grpo-engine train: optimizer.lr=2e-5: lr=2e-5 here",
         "grpo-engine train: policy.kl_coef=0.01: kl_coef=0.01 here",
+        "grpo-engine train: lr_scheduler.num_warmup_steps=7: warmup_steps=7 here",
     ]
 
 

@@ -40,7 +40,7 @@ def test_a_trainer_of_one_process_has_no_launcher_that_could_restart_it_in_place
         (SERVER, "nothing would use this service: remove it"),
         (["services.trainer.environment.group_size=7"], "not a multiple of group_size 7"),
         (["services.trainer.environment.tsk=copy6"], "did you mean 'task'"),
-        (["bridge.mode=none"], "environment .* has no effect with weight_bridge_mode none"),
+        (["bridge.mode=none"], "environment: .* has no effect with weight_bridge_mode none"),
     ],
 )
 def test_what_a_trainer_that_samples_cannot_use_is_refused(overrides: list[str], said: str) -> None:

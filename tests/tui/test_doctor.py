@@ -63,7 +63,7 @@ rollout_server_url = "http://127.0.0.1:8000"
 inference_url = "http://127.0.0.1:9001"
 """
     [problem] = findings(tmp_path, settings, "atropos")
-    assert problem.text == "env.file is $ATROPOS_ENVIRONMENT, which is not a file"
+    assert problem.text == "services.env.file: $ATROPOS_ENVIRONMENT is not a file"
     assert problem.hint.startswith("export ATROPOS_ENVIRONMENT=…, or --set services.env.file")
 
 

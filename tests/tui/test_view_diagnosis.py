@@ -258,6 +258,13 @@ PROFILE_COMMAND = "grpo-tui {} --profile hermes8b-shared"
         ),
         (status_of(service("env", state="failed", exit_code=-9)), "signal 9", "dmesg"),
         (
+            status_of(
+                service("env", state="failed", why="exit code 2: grpo-engine env: task.functions: own:score failed")
+            ),
+            "own:score failed",
+            "correct the function, then s on the screen starts the service again",
+        ),
+        (
             status_of(service("vllm", state="failed", why="torch.OutOfMemoryError: CUDA out of memory")),
             "out of memory",
             "--gpu-memory-utilization 0.4 for vLLM; for the trainer --batch-size 2 with more "

@@ -243,6 +243,8 @@ def test_a_warning_of_the_supervisor_is_not_shown_twice() -> None:
          "vllm: GPU free after 0.3 s"),
         (Notice(number=6, time=NOW, severity="info", service="vllm", text="vllm ended in 0.3 s"), "info",
          "vllm ended in 0.3 s"),
+        (Notice(number=6, time=NOW, severity="info", service="vllm", text="vllm: the crash report is x"), "info",
+         "vllm: the crash report is x"),
     ],
 )  # fmt: skip
 def test_commands_their_refusals_and_notices_are_shown(change: Any, severity: str, text: str) -> None:

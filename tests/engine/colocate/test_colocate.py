@@ -161,8 +161,10 @@ def test_weights_of_an_engine_that_sleeps_are_freed_and_written_anew(model_folde
 def test_what_a_trainer_that_samples_needs_is_named_by_its_setting(model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no task is set: set environment.task, or --task"):
         parse_flags(TrainerConfig, ["--model", "m", "--weight-bridge-mode", "colocate"], prog="x", description="")
-    with pytest.raises(ConfigError, match=r"environment \(task\) has no effect with weight_bridge_mode none"):
+    with pytest.raises(ConfigError, match=r"environment: \(task\) has no effect with weight_bridge_mode none"):
         parse_flags(TrainerConfig, ["--model", "m", "--task", "sort6"], prog="x", description="")
+    with pytest.raises(ConfigError, match=r"environment: \(group_size\) has no effect .* give it to grpo-engine env"):
+        parse_flags(TrainerConfig, ["--model", "m", "--group-size", "8"], prog="x", description="")
     with pytest.raises(ConfigError, match=r"16 sequences a step, not a multiple of group_size 5"):
         settings(model_folder, tmp_path, "--group-size", "5")
     with pytest.raises(ConfigError, match="leaves no room for a prompt within seq_len 64"):

@@ -117,6 +117,11 @@ def test_a_misspelt_module_is_named_with_the_nearest_file(tmp_path: Path, monkey
         ("score = 5", "mine.py:score is a int, not a function with named parameters"),
         ("def score(completion, gold, more): return 1", "has an unknown parameter 'more': available are"),
         ("def score(completion, numbre): return 1", r"has an unknown parameter 'numbre' \(did you mean 'number'\?\)"),
+        (
+            "def score(completion_ids, **kwargs): return 1",
+            "'completion_ids' of TRL, which is not passed here: use question",
+        ),
+        ("del items\ndef score(completion): return 1", "has no 'items': define it .* or a file as task.path"),
         ("def score(answer): return 1", "has no parameter for the completion: add `completion`"),
         ("def score(completion): return undefined", r"failed: NameError: .*undefined.* \(.*mine\.py:2, in score\)"),
         ("def score(completion): return float(completion)", "ValueError: .*float.*, completion 'I do not know.'"),

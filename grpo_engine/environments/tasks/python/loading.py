@@ -15,14 +15,18 @@ from grpo_engine.config import did_you_mean
 from grpo_engine.errors import ConfigError
 from grpo_engine.python_command import others_may_write
 
+CORRECT_IT = "define it, or correct the name after the colon"
+"""What to do where a module does not have a name that was given with it, as `module:name`."""
 
-def load_attribute(module: str, name: str, *, where: str) -> Any:
+
+def load_attribute(module: str, name: str, *, where: str, remedy: str = CORRECT_IT) -> Any:
     """Attribute `name` of a module.
 
     Args:
         module: a module on the path, the current folder first (last where other users may write to it), or a file that
             ends in .py.
         where: the setting that names both, for messages.
+        remedy: what to do where it has no such attribute.
 
     Raises:
         ConfigError: the module does not exist, fails to import, or has no such attribute.
@@ -30,10 +34,7 @@ def load_attribute(module: str, name: str, *, where: str) -> Any:
     loaded = import_user_module(module, where=where)
     if not hasattr(loaded, name):
         names = [known for known in vars(loaded) if not known.startswith("_")]
-        raise ConfigError(
-            f"{where}: {module} ({loaded.__file__}) has no {name!r}{did_you_mean(name, names)}: "
-            f"define it, or correct the name after the colon"
-        )
+        raise ConfigError(f"{where}: {module} ({loaded.__file__}) has no {name!r}{did_you_mean(name, names)}: {remedy}")
     return getattr(loaded, name)
 
 

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from grpo_engine.config import did_you_mean
-from grpo_engine.environments.tasks.python.loading import describe_error
+from grpo_engine.environments.tasks.python.loading import CORRECT_IT, describe_error
 from grpo_engine.errors import ConfigError
 
 _MAKE_NAMES = frozenset({"__getattr__", "globals", "setattr", "exec"})
@@ -21,7 +21,7 @@ _FIND_MODULES = frozenset({"path", "modules", "meta_path"})
 """Of `sys`. A module that uses one of these may define or find what its source does not show."""
 
 
-def check_attribute(module: str, name: str, folders: Sequence[Path], *, where: str) -> None:
+def check_attribute(module: str, name: str, folders: Sequence[Path], *, where: str, remedy: str = CORRECT_IT) -> None:
     """Check that a module defines `name`, as `load_attribute` will find it.
 
     Args:
@@ -47,10 +47,7 @@ def check_attribute(module: str, name: str, folders: Sequence[Path], *, where: s
             )
     names = set(_names(tree.body))
     if name not in names and "*" not in names:
-        raise ConfigError(
-            f"{where}: {module} ({file}) has no {name!r}{did_you_mean(name, names)}: define it, or correct the name "
-            "after the colon"
-        )
+        raise ConfigError(f"{where}: {module} ({file}) has no {name!r}{did_you_mean(name, names)}: {remedy}")
 
 
 def _hides_names(node: ast.AST) -> bool:

@@ -29,6 +29,8 @@ _OF_THE_GROUP = frozenset({"completions", "prompts"})
 """Parameters that mark a function as per group."""
 _NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Names that TRL does not pass as columns."""
+_NOT_PASSED = frozenset({"completion_ids", "trainer_state"})
+"""Parameters that TRL passes."""
 _SLOW_S = 2.0
 """A call that takes longer is logged."""
 _HANGING_S = 10.0
@@ -73,6 +75,11 @@ class RewardFunction:
         for meant in (completion, "answer"):
             if unknown and meant not in named and meant in known and not did_you_mean(unknown[0], known):
                 named[unknown.pop(0)] = meant
+        if unknown and unknown[0] in _NOT_PASSED:
+            raise ConfigError(
+                f"task.functions: {self.name} has the parameter {unknown[0]!r} of TRL, which is not passed here: use "
+                f"{', '.join(known)}"
+            )
         if unknown:
             raise ConfigError(
                 f"task.functions: {self.name} has an unknown parameter {unknown[0]!r}"

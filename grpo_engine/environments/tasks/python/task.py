@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _NO_NUMBER = "I do not know."
 """A completion as policies write them; a reward that only reads numbers fails on it."""
+_ITEMS = "define it (a list, a data set or a function), name another one as task.items_from, or a file as task.path"
 
 
 class Python(Task):
@@ -107,12 +108,14 @@ class Python(Task):
         for function in self.functions:
             check_attribute(self.module, function, (folder, *search_path), where="task.functions")
         if self.path is None:
-            check_attribute(self.module, self.items_from, (folder, *search_path), where="task.items_from")
+            check_attribute(
+                self.module, self.items_from, (folder, *search_path), where="task.items_from", remedy=_ITEMS
+            )
 
     def items(self, seed: int, split: Split = "train") -> Iterator[Item]:
         """Records of the file, or items of the module."""
         if self.path is None:
-            source = load_attribute(self.module, self.items_from, where="task.items_from")
+            source = load_attribute(self.module, self.items_from, where="task.items_from", remedy=_ITEMS)
             where = f"{self.module}:{self.items_from}"
             return items_from_module(source, self._item, where=where, task=self.label(), seed=seed, split=split)
         records = of_files(split, self.path, self.held_out_path, self._read)
