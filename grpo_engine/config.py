@@ -383,7 +383,9 @@ OF_THE_ENVIRONMENT = {
     **{name: name for name in ("temperature", "top_p")},
 }
 OF_THE_TRAINER = {
-    **dict.fromkeys(("max_iterations", "max_steps", "total_steps", "num_steps"), "training_steps"),
+    **dict.fromkeys(
+        ("max_iterations", "max_steps", "total_steps", "num_steps", "num_train_epochs", "epochs"), "training_steps"
+    ),
     **dict.fromkeys(("per_device_train_batch_size", "batch_size"), "batch_size"),
     **dict.fromkeys(("learning_rate", "lr"), "lr"),
     **dict.fromkeys(("beta", "kl_coeff"), "kl_coef"),
@@ -402,6 +404,9 @@ OF_THE_TRAINER = {
     "eval_steps": "eval_every",
     "output_dir": "save_path",
     "report_to": "use_wandb",
+    "lr_scheduler_type": "lr_schedule",
+    "optim": "optimizer",
+    "bf16": "dtype",
     "vllm_mode": "weight_bridge_mode",
 }
 _ELSEWHERE = {**OF_THE_TRAINER, **OF_THE_ENVIRONMENT}

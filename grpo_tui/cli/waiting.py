@@ -71,6 +71,14 @@ class Watch:
         is_up = self.state is RunState.RUNNING and not self.is_ending
         return ExitCode.OK if self.goal == "ready" and is_up else None
 
+    def how_to_go_on(self, run: str) -> str:
+        """What to do about services without which the run goes on; nothing else says that waiting may have no end."""
+        first = next(iter(self.failed))
+        return (
+            f"the run goes on without {', '.join(self.failed)}: `grpo-tui start {run} {first}` starts it again, "
+            f"`grpo-tui down {run}` ends the run"
+        )
+
     def failure_code(self) -> ExitCode:
         """The exit code for a failed service."""
         return ExitCode.REFUSED if any(each.is_refused for each in self.failed.values()) else ExitCode.FAILED
@@ -213,6 +221,8 @@ async def _watch(folder: Path, watch: Watch, say: ProgressPrinter) -> ExitCode:
                 code = watch.receive(message)
                 if code is not None:
                     return code
+                if isinstance(message, RunChanged) and message.state is RunState.DEGRADED and watch.failed:
+                    say.note(watch.how_to_go_on(folder.name))
         except PeerUnavailable:
             pass  # it has exited or not started yet
         if not await asyncio.to_thread(ensure_daemon, folder, was_live=True):

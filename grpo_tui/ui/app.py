@@ -384,12 +384,16 @@ class GrpoScreen(ThemedApp[None]):
         self.push_screen(ReadingScreen(f"{service.name} of {state.run}", page))
 
     async def action_crash_report(self) -> None:
-        """Open the newest crash report of the selected service, or report that there is none."""
+        """Open the newest crash report of the selected service, else of one that has failed, which warnings name."""
         service = self.state.service(self.state.selected)
         if service is None:
             return
+        failed = [each.name for each in self.state.services if each.state is ServiceState.FAILED]
         try:
-            path = await asyncio.to_thread(newest_crash_report, self.state.run_folder, service.name)
+            for name in (service.name, *failed):
+                path = await asyncio.to_thread(newest_crash_report, self.state.run_folder, name)
+                if path is not None:
+                    break
             text = "" if path is None else (await asyncio.to_thread(read_whole, path)).decode(errors="replace")
         except OSError as error:
             self._show_message("error", f"the crash report of {service.name} cannot be read: {error}")

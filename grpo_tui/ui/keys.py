@@ -117,7 +117,7 @@ ON_MAIN = (
         help="all about the selected service: command, environment, needs, probe and its answers, attempts, ports; "
         "or about the selected machine"),
     Key(key="c", shown="c", action="app.crash_report", label="crash", is_in_footer=False,
-        help="newest crash report of the selected service: why it failed, and the run's state then"),
+        help="newest crash report of the selected service, else of one that failed: why, and the run's state then"),
     Key(key="f", shown="f", action="app.follow", label="follow",
         help="follow the end of the log, or pause to read"),
     Key(key="z", shown="z", action="app.zoom", label="zoom",

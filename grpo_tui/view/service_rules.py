@@ -48,8 +48,8 @@ KNOWN_CAUSES = (
     ),
     (
         ("task.functions:",),
-        "correct the function, then s on the screen starts the service again; or set task.error_reward, the reward of "
-        "completions for which it fails",
+        "correct the function and start the service again, or set task.error_reward, the reward of completions for "
+        "which it fails",
     ),
 )
 """Words in a service's explanation, and what helps."""

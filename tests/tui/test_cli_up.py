@@ -55,3 +55,9 @@ def test_each_goal_ends_the_waiting_with_its_exit_code(
 ) -> None:
     watch = Watch(goal=goal, stops_on_failure=goal is not None)
     assert [watch.receive(message) for message in messages][-1] == code
+
+
+def test_what_a_run_goes_on_without_is_named_with_what_starts_it_again() -> None:
+    watch = Watch(goal=None, stops_on_failure=False)
+    watch.receive(FAILED)
+    assert watch.how_to_go_on("run-1").startswith("the run goes on without vllm: `grpo-tui start run-1 vllm` starts it")

@@ -353,6 +353,11 @@ async def test_c_opens_the_newest_crash_report_of_the_selected_service(tmp_path:
         await screen.press("up", "up", "c")  # the answer replaces the restart that is shown
         await screen.until_text(ActivityLine, "vllm has no crash report")
         assert isinstance(screen.app.screen, MainScreen)
+        screen.connection.send(changed(3, NOW, service("env", state="failed")))
+        await screen.until(lambda: any(each.state == "failed" for each in screen.app.state.services))
+        await screen.press("c")
+        await screen.until_screen(ReadingScreen)
+        assert "crash-env-12.txt" in screen.picture
 
 
 @slow

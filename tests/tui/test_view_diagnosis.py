@@ -262,7 +262,7 @@ PROFILE_COMMAND = "grpo-tui {} --profile hermes8b-shared"
                 service("env", state="failed", why="exit code 2: grpo-engine env: task.functions: own:score failed")
             ),
             "own:score failed",
-            "correct the function, then s on the screen starts the service again",
+            "correct the function and start the service again",
         ),
         (
             status_of(service("vllm", state="failed", why="torch.OutOfMemoryError: CUDA out of memory")),
