@@ -5,6 +5,7 @@ Imports only the chosen command.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FINAL_ERROR
     if argv is None:  # else this process is not ours alone
         _close_to_others(words[0])
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # as that of stderr: a locale may lack letters of ours
     log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per request adds nothing to the metrics
     logging.getLogger("huggingface_hub").propagate = False  # it prints its lines on its own

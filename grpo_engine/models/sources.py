@@ -5,6 +5,7 @@ Errors of the libraries become a `ModelError` and its cause.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def resolve_model(name: str) -> str:
         raise UnusableModel(f"model {problem}" if problem.startswith("'") else problem)
     if name.startswith(LOCAL_PREFIX):
         return str(make_once(name, lambda folder: _make_apart(name, folder)))
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     return str(folder.resolve()) if folder.is_dir() else name
 
 

@@ -185,6 +185,8 @@ def _shortage(error: OSError) -> str | None:
             return (
                 f"{error.strerror}: the limit is {limit} (ulimit -n): raise it, e.g. by ulimit -n 1024, and try again"
             )
+        case errno.EFBIG:
+            return f"{error.strerror}: files may not become longer than `ulimit -f` says: raise it, and try again"
         case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENAMETOOLONG if error.filename is not None:
             return f"{error.filename}: {error.strerror}"
         case _:

@@ -6,6 +6,7 @@ parameters.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ def examine_model(profile: Profile, logs: Path) -> Iterator[Finding]:
     name = profile.model.name
     if name.startswith("local/"):
         yield from _generated(name)
-    elif Path(name).expanduser().exists():
+    elif os.path.exists(os.path.expanduser(name)):
         yield Finding(id="model", severity="ok", text=name)
     else:
         yield from _from_hub(name)

@@ -49,7 +49,7 @@ def cache_state(name: str) -> CacheState:
     """
     if name.startswith("datasets/"):
         owner_and_name = name.removeprefix("datasets/")
-        prepared = Path(os.environ.get("HF_DATASETS_CACHE") or hub_home() / "datasets").expanduser()
+        prepared = Path(os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or hub_home() / "datasets"))
         if (prepared / owner_and_name.replace("/", "___")).is_dir():
             return "complete"
         folder, is_whole = hub_cache() / f"datasets--{owner_and_name.replace('/', '--')}", _has_data
@@ -72,7 +72,7 @@ def known_config(name: str) -> Mapping[str, Any] | None:
     if name in LOCAL_MODELS:
         folder = local_model_folder(name)
     elif not is_from_hub(name):
-        folder = Path(name).expanduser()
+        folder = Path(os.path.expanduser(name))
     else:
         cached = hub_cache() / f"models--{name.replace('/', '--')}"
         try:
@@ -111,17 +111,17 @@ def _has_data(snapshot: Path) -> bool:
 
 def hub_home() -> Path:
     """Folder of the hub's clients."""
-    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface").expanduser()
+    return Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
 
 
 def hub_cache() -> Path:
     """Folder of the models that they have loaded."""
-    return Path(os.environ.get("HF_HUB_CACHE") or hub_home() / "hub").expanduser()
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or hub_home() / "hub"))
 
 
 def hub_token() -> str | None:
     """The token of the user, if there is one."""
-    file = Path(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token").expanduser()
+    file = Path(os.path.expanduser(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token"))
     try:
         return os.environ.get("HF_TOKEN") or file.read_text().strip() or None
     except OSError:

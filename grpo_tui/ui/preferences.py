@@ -27,7 +27,8 @@ class Preferences(BaseModel):
 def preferences_file(environ: Mapping[str, str] = os.environ) -> Path:
     """The path of the file."""
     base = environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "grpo-tui" / "screen.json"
+    home = os.path.expanduser("~")  # as it is written, where the user has none: then nothing is kept
+    return (Path(base) if base else Path(home if os.path.isabs(home) else "/") / ".config") / "grpo-tui" / "screen.json"
 
 
 def read_preferences(path: Path) -> Preferences:

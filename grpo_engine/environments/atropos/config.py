@@ -42,7 +42,7 @@ Table = Annotated[dict[str, Any], BeforeValidator(_table)]
 
 def _expanded(path: Path) -> Path:
     """Expand `~` and `$NAME`, which no shell does in a profile; an unset variable stays unchanged."""
-    return Path(os.path.expandvars(path)).expanduser()
+    return Path(os.path.expanduser(os.path.expandvars(path)))
 
 
 UserPath = Annotated[Path, AfterValidator(_expanded)]

@@ -21,7 +21,7 @@ from grpo_engine.data.puzzles import PuzzleTask
 from grpo_engine.errors import ModelError, UnusableModel
 from grpo_engine.models import local
 from grpo_engine.models.loading import load_config, load_model, load_tokenizer, resolve_model
-from grpo_engine.models.local import local_model_folder, make_once
+from grpo_engine.models.local import cache_folder, local_model_folder, make_once
 from grpo_engine.models.tiny import make_tiny, sampled_reward
 from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
 from grpo_engine.models.tokenizer import TOKENIZER_CLASSES
@@ -114,8 +114,14 @@ def test_a_recipe_that_fails_leaves_no_model(empty_cache: Path) -> None:
 def test_a_cache_that_is_a_file_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=r"local/tiny: cannot be made in .*/file/.*set XDG_CACHE_HOME"):
+    with pytest.raises(UnusableModel, match=r"local/tiny: cannot be made in .*/file/.*set XDG_CACHE_HOME"):
         make_once("local/tiny", lambda folder: None)
+
+
+def test_without_a_home_or_an_absolute_folder_for_caches_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a uid without an entry and without HOME
+    with pytest.raises(UnusableModel, match=r"no home folder.*set HOME, or XDG_CACHE_HOME"):
+        cache_folder({"XDG_CACHE_HOME": "relative"})
 
 
 def test_folders_and_names_that_cannot_be_loaded_are_explained(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ def check_attribute(module: str, name: str, folders: Sequence[Path], *, where: s
     Raises:
         ConfigError: the module does not exist or cannot be imported, or has no such name.
     """
+    if "\0" in module:
+        raise ConfigError(f"{where}: {module!r} has a NUL character, which no module can: take it out")
     file = _own_file(module, folders, where)
     if file is None:
         return  # installed: its names may be made by its code
