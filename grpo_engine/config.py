@@ -46,7 +46,13 @@ MAX_FILE_BYTES = 4 * 1024 * 1024
 """Of settings, which may be somebody else's work; those of a large run have some kB."""
 MAX_INTEGER_BITS = 1024
 """No float holds more; Python refuses to write one of 4300 digits, as `0xfff…` may be."""
+MAX_VALUES = 262_144
+"""Of a file, with the names: 64 for each of 4096 services. Each is looked at a dozen times; 4 MiB hold a million."""
 MAX_YAML_VALUES = 100_000
+MAX_YAML_BYTES = 262_144
+"""PyYAML takes 8 s for 1 MB of short values, and twelve for half a megabyte of one number of base 60."""
+MAX_KEY_WORK = 400_000_000
+"""Dots of a line of TOML, squared, over all lines: `tomllib` copies the parts of a key before each of them."""
 _KINDS = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}
 """Of files, by their suffix; others are TOML."""
 
@@ -132,6 +138,8 @@ def parsed_table(content: bytes, path: Path) -> RawTable:
         text = content.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    if kind == "YAML" and len(content) > MAX_YAML_BYTES:
+        raise ConfigError(f"{path}: longer than {MAX_YAML_BYTES:,} bytes: write it as TOML")
     try:
         table = _reader(path)(text)
     except ValueError as error:
@@ -142,14 +150,18 @@ def parsed_table(content: bytes, path: Path) -> RawTable:
         raise ConfigError(f"{path}: must hold a table, not {type(table).__name__}")
     if is_too_deep(table):
         raise ConfigError(f"{path}: not valid {kind}: nested too deep")
-    if any(isinstance(each, int) and each.bit_length() > MAX_INTEGER_BITS for each in _values_in(table)):
-        raise ConfigError(f"{path}: not valid {kind}: an integer of more than {MAX_INTEGER_BITS} bits")
+    for number, each in enumerate(_values_in(table)):
+        if number == MAX_VALUES:
+            raise ConfigError(f"{path}: more than {MAX_VALUES:,} names and values, as no settings have")
+        if isinstance(each, int) and each.bit_length() > MAX_INTEGER_BITS:
+            raise ConfigError(f"{path}: not valid {kind}: an integer of more than {MAX_INTEGER_BITS} bits")
     return table
 
 
 def _values_in(value: Any) -> Iterator[Any]:
-    """What is neither a table nor a list, at any depth."""
+    """What is neither a table nor a list, at any depth, and the keys of tables."""
     if isinstance(value, dict | list):
+        yield from value if isinstance(value, dict) else ()
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _values_in(inner)
     else:
@@ -289,7 +301,9 @@ def _with_absolute_paths(annotation: Any, marks: Sequence[Any], value: Any, fold
             patterns = [mark.pattern for mark in marks if isinstance(mark, PathText)]
             is_path = Path in leaves or any(re.fullmatch(pattern, value) for pattern in patterns)
             is_fixed = value.startswith((":", "$")) or any(isinstance(mark, OfWorkingDirectory) for mark in marks)
-            return os.path.abspath(folder / Path(value).expanduser()) if is_path and not is_fixed else value
+            if is_path and "\0" in value:
+                raise ConfigError(f"{_shown(value)} has a NUL character, which no path can: take it out")
+            return os.path.abspath(folder / os.path.expanduser(value)) if is_path and not is_fixed else value
         case list():
             inner = [get_args(leaf)[0] for leaf in leaves if get_origin(leaf) in (tuple, list)]
             return [_with_absolute_paths(inner[0], marks, each, folder) for each in value] if inner else value
@@ -541,6 +555,8 @@ class _Float(float):
 
 
 def _toml(text: str) -> RawTable:
+    if sum(line.count(".") ** 2 for line in text.split("\n")) > MAX_KEY_WORK:
+        raise ValueError("its lines have too many dots, each of which may divide a key: break them")
     return tomllib.loads(text, parse_float=_Float)
 
 

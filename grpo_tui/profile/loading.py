@@ -10,11 +10,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from grpo_engine.config import (
+    MOST_FAULTS,
     Fault,
     RawTable,
     apply_overrides,
@@ -30,7 +32,7 @@ from grpo_tui.profile.loaded import LoadedProfile
 from grpo_tui.profile.model import Profile, profile_type
 from grpo_tui.profile.moved_ports import asks_for_ports, moved, with_chosen
 from grpo_tui.profile.profile_checks import checks_for, is_of_commands
-from grpo_tui.profile.replicas import with_replicas
+from grpo_tui.profile.replicas import MOST_SERVICES, num_services, with_replicas
 from grpo_tui.profile.shared_settings import pass_on, passed_on, table_at
 
 
@@ -71,6 +73,8 @@ def load_table(
     from_here = partial(_with_paths_from, Path.cwd())
     written = _without_open_settings(from_here(apply_overrides(of_file, overrides, spell_out=from_here)))
     _refuse_misspelt_services(of_file, written)
+    if (num := num_services(written)) > MOST_SERVICES:
+        raise ConfigError(f"{path}: services: {num} of them with their replicas, at most {MOST_SERVICES} are started")
     if moved_ports:
         written = with_replicas(written).table  # each has a port of its own to be moved
         written = moved(written, moved_ports, where=str(path), passed_on=passed_on(written))
@@ -131,7 +135,7 @@ def _checked(table: RawTable, chosen_ports: Mapping[str, int] | None = None) -> 
         profile = model.model_validate(table)
     except ValidationError as error:
         return None, [*spread.faults, *_by_source(faults_of(error, model, is_secret=is_secret_name), sources)]
-    lines = (line for check in checks_for(profile) for line in check(profile))
+    lines = islice((line for check in checks_for(profile) for line in check(profile)), MOST_FAULTS)
     return profile, [*spread.faults, *_at_first_replicas((Fault(*line.split(": ", 1)) for line in lines), spread.first)]
 
 

@@ -15,6 +15,11 @@ from grpo_tui.profile.model import Profile
 from grpo_tui.services.base import NeedCondition, RestartPolicy
 from grpo_tui.services.command import Command
 
+MAX_ENV_FILES_BYTES = 4 * 1024 * 1024
+"""Of all services; 256 replicas may have 16 kB each."""
+LEAST_ENV_FILE_BYTES = 1024
+"""That each counts for."""
+
 
 def is_of_commands(profile: Profile) -> bool:
     """Whether a profile has nothing of the training stack."""
@@ -118,6 +123,20 @@ def _console_metrics_have_a_step(profile: Profile) -> Iterator[str]:
             )
 
 
+def _env_files_are_short(profile: Profile) -> Iterator[str]:
+    """Each is read for every service that names it, and its variables are in the plan once for each."""
+    total = 0
+    for name, service in profile.services.items():
+        for file in service.env_files:
+            try:
+                total += max(file.stat().st_size, LEAST_ENV_FILE_BYTES)
+            except OSError:
+                continue  # named when it is read
+            if total > MAX_ENV_FILES_BYTES:
+                yield f"services.{name}.env_files: those of all services are longer than {MAX_ENV_FILES_BYTES:,} bytes"
+                return
+
+
 def checks_for(profile: Profile) -> tuple[Check, ...]:
     """The checks here, and those of the training stack where a profile has any of it."""
     if is_of_commands(profile):
@@ -138,5 +157,6 @@ CHECKS: tuple[Check, ...] = (
     _ports_are_used_once,
     _one_console_of_metrics,
     _console_metrics_have_a_step,
+    _env_files_are_short,
     check_cluster,
 )

@@ -18,6 +18,8 @@ KINDS = ("inference", "reference")
 """Of services that can have replicas."""
 MOST = 256
 """Replicas of one service."""
+MOST_SERVICES = 4096
+"""Of a profile, replicas included; a state of more is not read either."""
 _OF_NAMES = frozenset({"needs", "restart_with", "services", "inference_service"})
 """Settings of services and hooks that name services."""
 
@@ -38,6 +40,12 @@ def with_replicas(table: RawTable) -> Spread:
     table, of_devices = with_devices(table, shares_weights=_shares_weights(table))
     spread = _spread(table)
     return replace(spread, faults=(*of_devices, *spread.faults))
+
+
+def num_services(table: RawTable) -> int:
+    """Services of a profile, each replica for one."""
+    services = table.get("services")
+    return sum(map(_count, services.values())) if isinstance(services, dict) else 0
 
 
 def _shares_weights(table: RawTable) -> bool:
@@ -151,7 +159,7 @@ def _all_of(value: Any, names: Mapping[str, list[str]]) -> Any:
         case str():
             return names.get(value, value)
         case list() if all(isinstance(each, str) for each in value):
-            return [other for name in value for other in names.get(name, [name])]
+            return [other for name in dict.fromkeys(value) for other in names.get(name, [name])]
         case dict():
             return {other: condition for name, condition in value.items() for other in names.get(name, [name])}
         case _:

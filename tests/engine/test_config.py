@@ -25,6 +25,7 @@ from grpo_engine.config import (
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag, flags_of, parse_flags, to_flags
+from grpo_engine.models.config import check_model_name, is_from_hub
 from grpo_engine.other_names import BESIDE_SECTIONS, DOTTED
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.server.config import ServerConfig
@@ -371,3 +372,30 @@ def test_settings_nested_without_end_are_refused(tmp_path: Path) -> None:
     path.write_text("[" * 100_000)
     with pytest.raises(ConfigError, match=r"t\.json: not valid JSON: nested too deep"):
         read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("t.toml", "a." * 100_000 + "a = 1", "not valid TOML: its lines have too many dots"),
+        ("t.toml", "[" + "a." * 100_000 + "a]", "not valid TOML: its lines have too many dots"),
+        ("t.yaml", "a: 1" + ":1" * 200_000, "longer than 262,144 bytes: write it as TOML"),
+        ("t.json", f'{{"a": [{"0," * 262_143}0]}}', "more than 262,144 names and values"),
+    ],
+)
+def test_settings_that_take_minutes_to_read_are_refused(name: str, text: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        read_table(path)
+
+
+def test_a_home_of_no_user_is_a_name_as_in_a_shell_and_no_path_has_a_nul(tmp_path: Path) -> None:
+    class Saved(Config):
+        path: Path
+
+    assert with_absolute_paths(Saved, {"path": "~no.user/x"}, tmp_path) == {"path": f"{tmp_path}/~no.user/x"}
+    with pytest.raises(ConfigError, match="has a NUL character"):
+        with_absolute_paths(Saved, {"path": "x\0y"}, tmp_path)
+    assert is_from_hub("~no.user/x") is False
+    assert "neither a folder" in (check_model_name("~no.user/x") or "")

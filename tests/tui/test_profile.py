@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ import pytest
 from grpo_engine import cli as engine_cli
 from grpo_engine.bridges import OVER_RANKS
 from grpo_engine.errors import ConfigError
+from grpo_tui.profile.hub import hub_cache
 from grpo_tui.profile.loading import find, load
 from grpo_tui.profile.plan import describe, make_plan, plan_text
 from grpo_tui.profile.plan_file import Plan
@@ -20,6 +22,7 @@ from grpo_tui.services.hook import HookEvent
 from grpo_tui.services.inference import Inference
 from grpo_tui.services.kinds import KINDS, service_class
 from grpo_tui.services.trainer import Trainer
+from grpo_tui.ui.preferences import preferences_file
 
 NUL = "\\u0000"
 STACK = """
@@ -502,3 +505,37 @@ def test_a_plan_lists_the_ranks_of_a_trainer_with_their_gpus(
     assert told["ranks"] == [{"rank": rank, "gpu": gpu} for rank, gpu in enumerate(gpus)]
     words = [f"rank {rank} on {where}" + ("" if gpu is None else f" {gpu}") for rank, gpu in enumerate(gpus)]
     assert ", ".join(words) in plan_text(plan, loaded)
+
+
+@pytest.mark.parametrize(
+    ("services", "faults"),
+    [
+        (
+            "".join(f'[services.v{i}]\nkind = "inference"\nport = {1100 + i}\nreplicas = 256\n' for i in range(1000)),
+            ["services: 256000 of them with their replicas, at most 4096 are started"],
+        ),
+        (
+            f'[services.x]\nkind = "command"\nargv = ["true"]\nenv_files = {["a.env"] * 5000}\n',
+            ["services.x.env_files: those of all services are longer than 4,194,304 bytes"],
+        ),
+        (
+            f'[services.x]\nkind = "command"\nargv = ["true"]\nneeds = {[f"s{i}" for i in range(9999)]}\n',
+            [f"services.x.needs: 's{i}' is not a service here" for i in range(100)],
+        ),
+    ],
+)
+def test_a_profile_of_somebody_is_not_loaded_for_minutes(services: str, faults: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.env").write_text("A=1\n")
+    path = tmp_path / "p.toml"
+    path.write_text(services)
+    with pytest.raises(ConfigError) as caught:
+        load(str(path))
+    assert str(caught.value).splitlines() == [f"{path}: {fault}" for fault in faults]
+
+
+def test_without_a_home_the_hub_and_the_screen_have_folders_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)  # has no entry
+    assert hub_cache().parts[-2:] == ("huggingface", "hub")
+    assert preferences_file({}) == Path("/.config/grpo-tui/screen.json")
