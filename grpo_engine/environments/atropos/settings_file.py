@@ -19,6 +19,8 @@ from grpo_engine.wire.access_token import url_with_token
 ENDLESS = 1_000_000_000
 """`total_steps` of an environment that runs until it is stopped: Atropos has no value for that."""
 TYPE_WITH_LOGPROBS = "vllm"
+_TRUE = frozenset({"true", "1", "yes", "on", "t", "y"})
+"""Words that pydantic takes as true."""
 
 
 def serve_text(config: AtroposEnvConfig, tokenizer: str, token: str | None) -> str:
@@ -53,8 +55,8 @@ def serve_text(config: AtroposEnvConfig, tokenizer: str, token: str | None) -> s
 
 
 def setting_warnings(config: AtroposEnvConfig) -> Iterator[str]:
-    """Warnings about settings with unexpected effects."""
-    if config.settings.get("use_wandb"):
+    """Warnings about settings with unexpected effects; those of flags are text, which the environment reads."""
+    if str(config.settings.get("use_wandb")).lower() in _TRUE:
         yield (
             "settings.use_wandb = true: the environment waits without a message until a trainer registers with a "
             "W&B project: start the trainer with --use-wandb and --wandb-project, or remove it here"
@@ -66,7 +68,7 @@ def setting_warnings(config: AtroposEnvConfig) -> Iterator[str]:
             f"for {TYPE_WITH_LOGPROBS!r}"
         )
     for name in ("steps_per_eval",):
-        if config.settings.get(name) == 1:
+        if str(config.settings.get(name)) == "1":
             yield f"settings.{name} = 1: has no effect, only an interval of 2 or more has: set 2"
 
 

@@ -113,6 +113,7 @@ def test_settings_survive_the_conversion_to_flags() -> None:
     ("settings", "warning"),
     [
         ({"settings": {"use_wandb": True}}, "waits without a message"),
+        ({"settings": {"use_wandb": "True"}}, "waits without a message"),  # of `--env.use_wandb True`
         ({"server": {"server_type": "openai"}}, "no log-probabilities"),
         ({"settings": {"steps_per_eval": 1}}, "has no effect"),
     ],
@@ -121,6 +122,7 @@ def test_a_setting_that_does_harm_is_reported(settings: dict[str, Any], warning:
     (found,) = setting_warnings(config(**settings))
     assert warning in found
     assert not list(setting_warnings(config()))
+    assert not list(setting_warnings(config(settings={"use_wandb": "false"})))
 
 
 @pytest.mark.parametrize(("batch_size", "said"), [(4, "so the environment exits"), (20, "does not divide")])
