@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,15 +57,17 @@ class Policy:
     seeds: str | None = None
     """What seeds of requests are made from, besides the place of each; None: they have none."""
 
-    def first_prompt(self, text: str) -> list[int]:
-        """Tokens of the first question of a conversation.
+    def first_prompt(self, text: str, before: Sequence[tuple[str, str]] = ()) -> list[int]:
+        """Tokens of the first question of a conversation, after the messages `before` it.
 
         Raises:
             PromptTooLong: it is longer than the longest tokens that fit.
         """
-        if (num_tokens := least_tokens(self.tokenizer, text)) >= self.longest:
+        texts = (text, *(content for _, content in before))
+        num_tokens = len(before) + sum(least_tokens(self.tokenizer, each) for each in texts)  # a role has one too
+        if num_tokens >= self.longest:
             raise PromptTooLong(num_tokens)
-        return prompt_tokens(self.config, self.tokenizer, text)
+        return prompt_tokens(self.config, self.tokenizer, text, before)
 
     async def complete(
         self, prompt: list[int], count: int, session: Session | None = None, *, place: str = ""

@@ -67,11 +67,22 @@ def _longest_token(tokenizer: Tokenizer) -> int:
     return max(map(len, tokenizer.get_vocab()))
 
 
-def prompt_tokens(config: EnvironmentConfig, tokenizer: Tokenizer, question: str) -> list[int]:
-    """Tokens of a question, up to the start of the completion."""
-    if not config.chat_template:
-        return [int(token) for token in tokenizer.encode(question)]
-    return chat_tokens(tokenizer, _conversation(config, question))
+def prompt_tokens(
+    config: EnvironmentConfig, tokenizer: Tokenizer, question: str, before: Sequence[tuple[str, str]] = ()
+) -> list[int]:
+    """Tokens of a question, up to the start of the completion, after the messages `before` it.
+
+    Raises:
+        ConfigError: there are such messages, and no chat template.
+    """
+    if config.chat_template:
+        return chat_tokens(tokenizer, _conversation(config, question, before=before))
+    if before:
+        raise ConfigError(
+            f"chat_template: is false, and a prompt has {len(before)} messages before its question: set it to true, or "
+            "give prompts as text"
+        )
+    return [int(token) for token in tokenizer.encode(question)]
 
 
 def following_tokens(config: EnvironmentConfig, tokenizer: Tokenizer, text: str) -> list[int]:
@@ -100,9 +111,13 @@ def room_for_completion(config: EnvironmentConfig, trainer_limit: int) -> int:
     return min(config.max_token_length, trainer_limit - 1) if trainer_limit > 0 else config.max_token_length
 
 
-def _conversation(config: EnvironmentConfig, *turns: str) -> list[dict[str, str]]:
-    """Messages of user and assistant in turn, after the system prompt, if any."""
-    messages = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+def _conversation(
+    config: EnvironmentConfig, *turns: str, before: Sequence[tuple[str, str]] = ()
+) -> list[dict[str, str]]:
+    """Messages of user and assistant in turn, after those `before` and the system prompt, if any."""
+    messages = [{"role": role, "content": content} for role, content in before]
+    if config.system_prompt and not (before and before[0][0] == "system"):
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
     for number, text in enumerate(turns):
         messages.append({"role": "assistant" if number % 2 else "user", "content": text})
     return messages

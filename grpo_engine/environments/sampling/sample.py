@@ -66,7 +66,7 @@ async def sample_item(
     if isinstance(task, MultiTurnTask):
         own, _ = await _games(policy, task, item, num_samples, opponent)
         return own
-    prompt = policy.first_prompt(item.question)
+    prompt = policy.first_prompt(item.question, item.before)
     answer = await policy.complete(prompt, num_samples)
     conversations = [Conversation() for _ in answer.text]
     for index, conversation in enumerate(conversations):

@@ -38,6 +38,9 @@ class Item:
     """The source's record of it, if scoring needs it."""
     level: int = 0
     """Index of the task's `levels()` that it was drawn from."""
+    before: tuple[tuple[str, str], ...] = ()
+    """Messages of the prompt before the question, each a role and its text; a system message takes the place of
+    `system_prompt`. Not for games."""
 
 
 class Task(Config):

@@ -147,6 +147,23 @@ def test_errors_of_a_module_are_reported_before_any_server_is_contacted(write: W
         own(file).check()
 
 
+SEVERAL = """
+talk = [dict(role=role, content=role[0]) for role in ("system", "user", "assistant", "user")]
+items = [{"prompt": talk, "n": n} for n in range(40)]
+odd = [{"prompt": [*talk, dict(role="tool", content="9")]}]
+def score(completions, prompts, **kwargs): return [len(prompts[0]) == 4 == len(prompts[1])] * len(completions)
+"""
+
+
+def test_a_prompt_of_several_messages_is_asked_as_it_is(write: Write) -> None:
+    task = own(write(SEVERAL))
+    task.check()
+    item = next(task.items(0))
+    assert (item.question, item.before) == ("u", (("system", "s"), ("user", "u"), ("assistant", "a")))
+    with pytest.raises(ConfigError, match=r"odd\[0\]: a prompt of the messages .*, 'tool'\) is not supported"):
+        own(write(SEVERAL), items_from="odd").check()
+
+
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -387,7 +404,7 @@ def test_a_generator_gets_seed_and_split_and_keeps_its_order(write: Write) -> No
         ("items = {'validation': ['a']}", "has the splits validation: one of them must be called train"),
         ("items = 5", "returned 5: it must be items"),
         ("items = [5]", r"items\[0\]: 5 is not an item: give a dict with 'question'"),
-        ("items = [{'prompt': [{'role': 'system', 'content': 'a'}, {'role': 'user', 'content': 'b'}]}]", "2 messages"),
+        ("items = [{'prompt': [{'role': 'assistant', 'content': 'a'}]}]", r"messages \('assistant'\) is not supported"),
     ],
 )
 def test_unusable_items_are_refused_with_the_reason(write: Write, code: str, words: str) -> None:

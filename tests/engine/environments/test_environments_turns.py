@@ -157,6 +157,17 @@ async def test_a_conversation_of_turns_has_the_tokens_of_the_whole_conversation(
     assert second.prompt.prompt_token_ids[: len(first.prompt.prompt_token_ids)] == first.prompt.prompt_token_ids
 
 
+def test_messages_before_a_question_are_in_its_prompt() -> None:
+    tokenizer = tiny_tokenizer()
+    subject = policy(tokenizer, [], system_prompt="You play.")
+    before = (("system", "s"), ("user", "u"), ("assistant", "a"))
+    rest = [{"role": role, "content": text} for role, text in (*before[1:], ("user", "q"))]
+    for messages, opening in ((before, "s"), (before[1:], "You play.")):
+        assert subject.first_prompt("q", messages) == chat_tokens(
+            tokenizer, [{"role": "system", "content": opening}, *rest]
+        )
+
+
 async def test_what_was_sampled_is_trained_with_its_versions_and_what_was_read_is_not() -> None:
     tokenizer = tiny_tokenizer()
     seat = PolicySeat(policy(tokenizer, ["ab", "c"]))

@@ -17,11 +17,14 @@ from grpo_engine.environments.tasks.python.reading import check_attribute
 from grpo_engine.environments.tasks.records import FIRST_LINES, endless, fields_instead, of_files, read_records
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
+from grpo_engine.wire.codec import shortened
 
 if TYPE_CHECKING:
     from grpo_engine.environments.tasks.python.reward_functions import RewardFunctions
 
 
+_ROLES = ("system", "user", "assistant")
+"""Roles of the messages of a prompt."""
 _NO_NUMBER = "I do not know."
 """A completion as policies write them; a reward that only reads numbers fails on it."""
 _ITEMS = "define it (a list, a data set or a function), name another one as task.items_from, or a file as task.path"
@@ -153,7 +156,9 @@ class Python(Task):
         if asked is None:
             missing = self.question_field
             raise ConfigError(f"{where}: no field {missing!r}{fields_instead(missing, given)}")
-        return Item(question=_question(asked, where), answer=str(given.get(self.answer_field, "")), entry=dict(given))
+        question, before = _messages(asked, where)
+        answer = str(given.get(self.answer_field, ""))
+        return Item(question=question, answer=answer, entry=dict(given), before=before)
 
 
 def spell_out_functions(table: dict[str, Any]) -> dict[str, Any]:
@@ -170,18 +175,29 @@ def spell_out_functions(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, **({"module": modules.pop()} if modules else {}), "functions": names}
 
 
-def _question(asked: Any, where: str) -> str:
-    """The text of a prompt; TRL's data sets may have a list of messages."""
+def _messages(asked: Any, where: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The question of a prompt and the messages before it; TRL's data sets may have a list of messages."""
     if not isinstance(asked, list):
-        return str(asked)
-    match asked:
-        case [{"role": "user", "content": str(text)}]:
-            return text
+        return str(asked), ()
+    messages = [_message(each) for each in asked]
+    match messages:
+        case [*before, ("user", text)] if all(role in _ROLES for role, _ in before):
+            return text, tuple(before)
         case _:
+            roles = ", ".join(shortened(repr(role), 40) for role, _ in messages[:8])
             raise ConfigError(
-                f"{where}: a prompt of {len(asked)} messages is not supported: give one user message, and put a "
-                "system message into the setting system_prompt"
+                f"{where}: a prompt of the messages ({roles}) is not supported: give texts of {', '.join(_ROLES)}, the "
+                "last of the user"
             )
+
+
+def _message(given: Any) -> tuple[str, str]:
+    """Role and text of a message; no role of a message that is not made of them alone, as one with tools."""
+    match given:
+        case {"role": str(role), "content": str(text), **rest} if not any(rest.values()):
+            return role, text
+        case _:
+            return "", ""
 
 
 def _run(rewards: Coroutine[Any, Any, list[float]]) -> list[float]:
