@@ -150,11 +150,12 @@ def _devices(launch: Launch, plan: Plan) -> str:
     if not launch.num_devices:
         return ""
     count = planned_machines(launch, plan.cluster)
+    devices = f"{launch.num_devices} device{'' if launch.num_devices == 1 else 's'}"
     if count == 1:
-        return f"{launch.num_devices} devices of a machine of the cluster"
+        return f"{devices} of a machine of the cluster"
     if count is None:
-        return f"{launch.num_devices} devices of the cluster, on one machine or on the fewest with equal shares of them"
-    return f"{launch.num_devices} devices on {count} machines of the cluster, {launch.num_devices // count} of each"
+        return f"{devices} of the cluster, on one machine or on the fewest with equal shares of them"
+    return f"{devices} on {count} machines of the cluster, {launch.num_devices // count} of each"
 
 
 def _ranks(launch: Launch, num_machines: int | None) -> str:
