@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from grpo_engine.config import did_you_mean
 from grpo_tui.profile.cluster import check_cluster
 from grpo_tui.profile.model import Profile
-from grpo_tui.services.base import NeedCondition, RestartPolicy
+from grpo_tui.services.base import MAX_ENV_FILE_BYTES, NeedCondition, RestartPolicy
 from grpo_tui.services.command import Command
 
 MAX_ENV_FILES_BYTES = 4 * 1024 * 1024
@@ -129,9 +129,9 @@ def _env_files_are_short(profile: Profile) -> Iterator[str]:
     for name, service in profile.services.items():
         for file in service.env_files:
             try:
-                total += max(file.stat().st_size, LEAST_ENV_FILE_BYTES)
+                total += min(max(file.stat().st_size, LEAST_ENV_FILE_BYTES), MAX_ENV_FILE_BYTES)
             except OSError:
-                continue  # named when it is read
+                continue  # named when it is read, as a longer one is
             if total > MAX_ENV_FILES_BYTES:
                 yield f"services.{name}.env_files: those of all services are longer than {MAX_ENV_FILES_BYTES:,} bytes"
                 return
