@@ -41,16 +41,21 @@ raise SystemExit(restarts.run(partial(launch_ranks, ["false"], num_local=2, run=
 SIGTERM to one of them."""
 
 IN_A_KERNEL = """
-import ctypes, os, signal, sys
+import ctypes, os, signal, sys, time
+from pathlib import Path
 from grpo_engine.ranks import leaving
 from grpo_engine.ranks.launching import launch_ranks
 
 def rank():
+    is_there = Path(os.environ["GRPO_RANKS_STORE_FILE"]).with_name("is there")
     if os.environ["RANK"] == "1":
+        while not is_there.exists():
+            time.sleep(0.01)
         return 3
     signal.signal(signal.SIGTERM, lambda *_: None)
     leaving._abort_operations = lambda: os.write(1, b"aborted") and os._exit(0)
     leaving.Leaving()
+    is_there.touch()
     ctypes.CDLL(None).sleep(60)  # no handler of Python runs meanwhile
     return 0
 
