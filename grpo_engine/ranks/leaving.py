@@ -1,8 +1,8 @@
-"""How a rank leaves once another has failed: it ends its collective operations, which nobody will ever complete.
+"""Lets a rank exit after another rank has failed: its collective operations, which cannot complete, are aborted.
 
-A kernel of NCCL that waits for a rank that is gone waits on the GPU, where no signal is handled, until its process is
-killed. Under MPS a process that is killed within a kernel is a fault of all that share the card: vLLM fails as well,
-and with it the MPS server. Torch-free to import.
+An NCCL kernel that waits for a dead rank runs on the GPU until its process is killed, since no signal reaches it there.
+Under MPS, killing a process within a kernel is a fault for every process on the card: vLLM fails too, and the MPS
+server. Torch-free to import.
 """
 
 from __future__ import annotations

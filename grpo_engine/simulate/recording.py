@@ -182,10 +182,10 @@ def figures_of(
         batch_size: sequences of a recorded step.
         shares_device: whether servers decoded on the devices of the trainer.
     """
-    # By turns servers stand still while a step is computed.
-    is_beside = shares_device and recording.staleness_max > 0
-    sampled = recording.generation_busy if recording.generation_busy is not None else 1.0
-    alone_s = recording.train_s / (1 + (BESIDE_SAMPLING - 1) * sampled * is_beside)
+    decoding = 0.0  # share of the trainer's steps in which servers decode on its devices: none of them by turns
+    if shares_device and recording.staleness_max > 0:
+        decoding = 1.0 if recording.generation_busy is None else recording.generation_busy
+    alone_s = recording.train_s / (1 + (BESIDE_SAMPLING - 1) * decoding)
     prompt = max(0, round(recording.num_inputs / batch_size - recording.length_mean))
     return Figures(
         server=shape,

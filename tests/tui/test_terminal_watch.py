@@ -52,7 +52,7 @@ def test_a_terminal_that_nobody_reads_gets_its_settings_back() -> None:
 
 
 def test_a_screen_whose_terminal_was_gone_before_it_was_drawn_exits() -> None:
-    """Where SIGHUP is ignored, as below `nohup`, it stayed for ever and took half a core."""
+    """Started by `nohup`, which ignores SIGHUP, the screen never exited and used half a core."""
     ours, theirs = pty.openpty()
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

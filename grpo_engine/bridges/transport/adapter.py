@@ -39,8 +39,8 @@ _KEPT_ADAPTERS = 2
 _NUM_FITTING = 2 * _KEPT_ADAPTERS
 """Shared memory must have room for those, one that is being written, and one that a long request still needs."""
 _MOST_IN_USE = 256
-"""Older ones that are kept because a server says that requests use them: no server has more sequences than that, and
-one that says so of all would fill the memory."""
+"""Older ones that are kept because a server says that requests use them, as many as it has sequences by default: a
+server that says so of all would fill the memory."""
 
 logger = logging.getLogger(__name__)
 

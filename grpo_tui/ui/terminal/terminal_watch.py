@@ -103,7 +103,7 @@ class TerminalWatch:
                 os.set_blocking(self._terminal, was_blocking)
 
     def _write_restore(self) -> None:
-        """Write it, in place of frames that nobody has read where there is no room for it."""
+        """Write `RESTORE`; where the terminal's buffer is full, drop the unread frames in it first."""
         until, text = time.monotonic() + RESTORE_WITHIN_S, RESTORE
         while time.monotonic() < until:
             with suppress(BlockingIOError):  # no room, or Textual's thread still waits for some
