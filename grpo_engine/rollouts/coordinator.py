@@ -89,7 +89,8 @@ class Coordinator:
         self._reporter.ask_versions = self._versions_in_flight
         self._versions: VersionsInFlight | None = None
         self._versions_at_s = -VERSIONS_EVERY_S
-        self._delivered_at = time.time()
+        self.now = _steady_clock()
+        self._delivered_at = self.now()
         self._idle = IdleClock(time.monotonic)
         self._store = store
         self._writer = Writer(store, self._restore_from_store)
@@ -104,7 +105,7 @@ class Coordinator:
         self._waiters = Waiters()
         """All other requests: new groups do not concern them, and need not wake them hundreds of times a second."""
         self.admission = Admission(config, self._waiters, lambda: self.state)
-        self.polling = StatusPolling(self._waiters, self._idle, lambda: self.state)
+        self.polling = StatusPolling(self._waiters, self._idle, lambda: self.state, now=self.now)
         self._num_dropped = 0
         """Groups, since the last batch."""
         self._reported_problem: str | None = None
@@ -158,7 +159,7 @@ class Coordinator:
             for lease in self.deliveries.reset_by(client):
                 self._offer_again(lease)
         handout = self.state.next_batch(
-            client=client, ack=ack, lease_id=secrets.token_hex(8), now=time.time(), policy_version=policy_version
+            client=client, ack=ack, lease_id=secrets.token_hex(8), now=self.now(), policy_version=policy_version
         )
         senders = self.state.leases.senders(handout.lease) if handout.lease else []
         registered = self.state.environments.records
@@ -175,7 +176,7 @@ class Coordinator:
             self._notify()
         if handout.lease is None:
             return None
-        self._delivered_at = time.time()
+        self._delivered_at = self.now()
         run = self.state.run
         self.counters.batches_repeated += handout.is_repeated
         self.counters.batches += not handout.is_repeated
@@ -208,7 +209,7 @@ class Coordinator:
 
     async def record_served(self, lease_id: str, policy_version: int) -> None:
         """A batch was trained, and inference serves this version: environments may start as many groups again."""
-        lease = self.state.note_served(lease_id, policy_version, time.time())
+        lease = self.state.note_served(lease_id, policy_version, self.now())
         if lease is not None:
             await self._save_lease(lease)
             self._notify()
@@ -231,7 +232,7 @@ class Coordinator:
         lease = self.deliveries.remove(connection)
         if was_read:
             return self._save_lease(self.state.leases.note_arrival(lease))
-        if was_read is None or time.time() - lease.delivered_at > self._config.lease_s:
+        if was_read is None or self.now() - lease.delivered_at > self._config.lease_s:
             return self._save_lease(None)
         return self.reclaim(lease)
 
@@ -263,7 +264,7 @@ class Coordinator:
             detail = f"environments have registered {MAX_ENVIRONMENTS:,} times in this run: use a new store"
             raise Refusal(503, detail, "full")
         before = dict(self.state.environments.records)
-        record = self.state.register_environment(request, time.time())
+        record = self.state.register_environment(request, self.now())
         if record is not None:
             # Including the environments that it replaces: else they would be connected again after a restart.
             changed = [each for each in self.state.environments.records.values() if before.get(each.id) != each]
@@ -309,7 +310,7 @@ class Coordinator:
         if self._is_duplicate(post):  # possibly since just now: its sender repeated the post while this one waited
             await self.written()  # the write of the first one may still be in progress
             return []
-        now = time.time()
+        now = self.now()
         placed = [
             self.state.place(
                 g.env_id, g.num_sequences, len(g.body), now, policy_version=g.policy_version, spread=g.spread
@@ -353,7 +354,7 @@ class Coordinator:
     async def order_evaluation(self, order: EvaluationOrder) -> EvaluationState:
         """Have environments evaluate; a trainer must be registered."""
         is_new = self.state.evaluation is None or self.state.evaluation.order.id != order.id
-        record = self.state.order_evaluation(order, time.time())
+        record = self.state.order_evaluation(order, self.now())
         if is_new:
             run = self.state.run
             await self._write(lambda: self._store.save_evaluation(record, run=run))
@@ -370,10 +371,10 @@ class Coordinator:
         deadline = asyncio.get_running_loop().time() + wait_s
 
         def is_over() -> bool:
-            state = self.state.evaluation_state(id_, time.time())
+            state = self.state.evaluation_state(id_, self.now())
             return state is None or state.is_over
 
-        self.state.trainer_seen = time.time()
+        self.state.trainer_seen = self.now()
         loop = asyncio.get_running_loop()
         while not is_over() and not self._waiters.is_closed and loop.time() < deadline:
             # Time alone can end it, too: an environment timed out, or none registered for a while.
@@ -396,7 +397,7 @@ class Coordinator:
         fault = answer.fault(record.order)
         if fault is not None:
             raise Refusal(422, f"environment {answer.env_id} ({environment.name}): {fault}", "malformed")
-        answered = self.state.answer_evaluation(answer, time.time())
+        answered = self.state.answer_evaluation(answer, self.now())
         await self._write(lambda: self._store.save_evaluation(answered))
         _event(
             logging.INFO if answer.problem is None else logging.WARNING,
@@ -418,7 +419,7 @@ class Coordinator:
         self._notify()
 
     def _known_evaluation(self, id_: str) -> EvaluationState:
-        state = self.state.evaluation_state(id_, time.time())
+        state = self.state.evaluation_state(id_, self.now())
         if state is None:
             raise Refusal(404, f"evaluation {id_} is unknown: POST /evaluations", "evaluation")
         return state
@@ -436,7 +437,7 @@ class Coordinator:
 
     def why_no_batch(self) -> str | None:
         """Why no batch can form as things are; logged when it changes."""
-        problem = self.state.why_no_batch(time.time())
+        problem = self.state.why_no_batch(self.now())
         if problem != self._reported_problem and problem is not None:
             _event(logging.WARNING, "no batch can form", why=problem)
         self._reported_problem = problem
@@ -487,7 +488,7 @@ class Coordinator:
 
     def _note_on_queue(self) -> str | None:
         """What is queued, while no batch was delivered for a while. Called in the reporter's thread."""
-        run, now = self.state.run, time.time()
+        run, now = self.state.run, self.now()
         if run is None or now - self._delivered_at < QUIET_S:
             return None
         problem = self.state.why_no_batch(now)
@@ -498,7 +499,7 @@ class Coordinator:
         """As they were a moment ago, since each report of another figure is written to disk by the supervisor. Called
         in the reporter's thread."""
         if time.monotonic() - self._versions_at_s >= VERSIONS_EVERY_S:
-            self._versions, self._versions_at_s = self.state.versions_in_flight(time.time()), time.monotonic()
+            self._versions, self._versions_at_s = self.state.versions_in_flight(self.now()), time.monotonic()
         return self._versions
 
     def _state_from(self, stored: Stored) -> ApiState:
@@ -510,7 +511,7 @@ class Coordinator:
             share_wait_s=config.share_wait_s,
             max_staleness=config.max_staleness,
             buffering=config.buffering,
-            now=time.time(),
+            now=self.now(),
         )
 
     def _restore_from_store(self, stored: Stored, error: Exception) -> None:
@@ -549,6 +550,16 @@ class Coordinator:
             if is_there and (name, fault) not in self._warned:
                 self._warned.add((name, fault))
                 _event(logging.WARNING, "questionable group", environment=name, why=fault)
+
+
+def _steady_clock() -> Callable[[], float]:
+    """Unix time of now, continued by the monotonic clock.
+
+    Where the clock of the machine is set back by an hour, no evaluation would be over for as long, and no environment
+    that was killed would lapse.
+    """
+    offset_s = time.time() - time.monotonic()
+    return lambda: offset_s + time.monotonic()
 
 
 class _Names(Mapping[int, str]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,8 +30,11 @@ class _StatusRequest:
 class StatusPolling:
     """Answers status requests, and holds them while there is no news."""
 
-    def __init__(self, waiters: Waiters, idle: IdleClock, state: Callable[[], ApiState]) -> None:
+    def __init__(
+        self, waiters: Waiters, idle: IdleClock, state: Callable[[], ApiState], *, now: Callable[[], float]
+    ) -> None:
         self._waiters = waiters
+        self._now = now
         self._idle = idle
         self._state = state
         self._num_asked: dict[int, int] = {}
@@ -56,7 +58,7 @@ class StatusPolling:
         for report in reports:
             if report.limit is not None:
                 state.report_limit(report.env_id, report.limit)
-        statuses = [state.environment_status(report.env_id, time.time()) for report in reports]
+        statuses = [state.environment_status(report.env_id, self._now()) for report in reports]
         for report in reports if says_idle else ():
             if report.env_id in state.environments.records:
                 self._idle.note(report.env_id)
@@ -99,12 +101,12 @@ class StatusPolling:
         demand = Demand(
             num_sampled=report.sampled, num_items=report.wanted_items, groups_per_item=report.groups_per_item
         )
-        return self._state().num_startable(report.env_id, demand, time.time())
+        return self._state().num_startable(report.env_id, demand, self._now())
 
     def _is_news(self, request: _StatusRequest) -> bool:
         if self._startable(request):
             return True
-        status = self._state().environment_status(request.report.env_id, time.time(), is_heard=False)
+        status = self._state().environment_status(request.report.env_id, self._now(), is_heard=False)
         return status is None or request.report.is_news(status)
 
     def _granted(self, request: _StatusRequest, status: EnvironmentStatus | None) -> EnvironmentStatus | None:
@@ -119,4 +121,4 @@ class StatusPolling:
         state = self._state()
         record = state.environments.records.get(env_id)
         is_heard = record is not None and record.is_connected
-        return state.environment_status(env_id, time.time(), is_heard=is_heard)
+        return state.environment_status(env_id, self._now(), is_heard=is_heard)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
@@ -293,7 +292,7 @@ def _add_observer_routes(app: FastAPI) -> None:
     async def status(request: Request) -> dict[str, Any]:
         coordinator = _coordinator(request)
         state = coordinator.state
-        names = [record.name for record in state.environments.live(time.time()).records]
+        names = [record.name for record in state.environments.live(coordinator.now()).records]
         return {
             "current_step": state.run.step if state.run else 0,
             "num_steps": state.run.request.num_steps if state.run else None,
@@ -314,14 +313,14 @@ def _add_observer_routes(app: FastAPI) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> PlainTextResponse:
         coordinator = _coordinator(request)
-        text = metrics_text(coordinator.counters, coordinator.state, coordinator.admission, now=time.time())
+        text = metrics_text(coordinator.counters, coordinator.state, coordinator.admission, now=coordinator.now())
         return PlainTextResponse(text)
 
     @app.get("/reset_data", response_class=PlainTextResponse, responses={409: {"content": {"text/plain": {}}}})
     async def reset_data(request: Request, force: bool = False) -> PlainTextResponse:
         coordinator = _coordinator(request)
         run = coordinator.state.run
-        if run is not None and coordinator.state.is_run_active(time.time()) and not force:
+        if run is not None and coordinator.state.is_run_active(coordinator.now()) and not force:
             return PlainTextResponse(
                 f"Not reset: a run is active at step {run.step} of {run.request.num_steps}. "
                 "To delete it anyway: /reset_data?force=true\n",

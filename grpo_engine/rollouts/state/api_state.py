@@ -107,7 +107,9 @@ class ApiState:
         self.run = stored.run
         self.environments = Environments(stored.environments, liveness_s=liveness_s, now=now)
         self.trainer_seen: float | None = None
-        self.evaluation = stored.evaluation
+        self.evaluation = stored.evaluation and replace(
+            stored.evaluation, ordered_at=min(now, stored.evaluation.ordered_at)
+        )
         self.queue = Queue(group for group, place in stored.groups if place == QUEUE)
         self.buffers: dict[int, list[QueuedGroup]] = {}
         leased = []
@@ -116,7 +118,9 @@ class ApiState:
                 self.buffers.setdefault(group.env_id, []).append(group)
             elif place != QUEUE:
                 leased.append(group)
-        self.leases = Leases(stored.leases, leased, lease_s=lease_s)
+        # The clock of the machine may have been set back since they were stored.
+        leases = (replace(each, delivered_at=min(now, each.delivered_at)) for each in stored.leases)
+        self.leases = Leases(leases, leased, lease_s=lease_s)
         self._next_group = 1 + max((group.id for group, _ in stored.groups), default=-1)
         self.ahead = SamplingAhead()
         self._limits: dict[int, SamplingLimit] = {}

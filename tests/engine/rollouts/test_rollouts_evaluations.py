@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,21 @@ async def test_a_killed_api_comes_back_with_the_order_and_the_answers(tmp_path: 
         await api.delete("/evaluations/a1")
     async with api_client(database) as api:
         assert (await state(api))["is_over"]
+
+
+async def test_an_evaluation_ends_though_the_clock_of_the_machine_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database, unix_time = tmp_path / "rollouts.sqlite", time.time
+    async with run_with("sums", database=database) as api:
+        monkeypatch.setattr(time, "time", lambda: unix_time() - 3600)
+        await api.post("/evaluations", json=ORDER)
+        await api.post("/evaluations/a1/answers", json=answer(0))
+        assert (await state(api))["is_over"]
+        await api.post("/evaluations", json={**ORDER, "id": "a2"})
+    async with api_client(database) as api:
+        await api.post("/disconnect-env", json={"env_id": 0})
+        assert (await api.get("/evaluations/a2")).json()["is_over"]
 
 
 async def test_a_repeated_order_keeps_its_answers_each_once_and_another_order_replaces_it() -> None:
