@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -135,7 +134,19 @@ def runtime_folder() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK):
         return _own_folder(Path(base) / "grpo-tui")
-    return _own_folder(Path(tempfile.gettempdir()) / f"grpo-{os.getuid()}")
+    return _own_folder(temporary_folder() / f"grpo-{os.getuid()}")
+
+
+def temporary_folder() -> Path:
+    """The folder for temporary files: the first of those that `tempfile` tries which we may write to.
+
+    `tempfile` takes the next one where a disk is full, and raises where all are: commands would then look for the runs
+    of this host in another folder, and start on their GPUs.
+    """
+    named = filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP")))
+    folders = map(os.path.abspath, (*named, "/tmp", "/var/tmp", "/usr/tmp"))
+    usable = (each for each in folders if os.path.isdir(each) and os.access(each, os.W_OK | os.X_OK))
+    return Path(next(usable, ALWAYS_SHORT))
 
 
 def socket_path(run_folder: Path) -> Path:
@@ -177,7 +188,7 @@ def host_folder() -> Path:
         GrpoError: neither it nor the folder for sockets can be used.
     """
     try:
-        return _own_folder(Path(tempfile.gettempdir()) / f"grpo-{os.getuid()}")
+        return _own_folder(temporary_folder() / f"grpo-{os.getuid()}")
     except GrpoError:  # another user made a folder of this name
         return runtime_folder()
 

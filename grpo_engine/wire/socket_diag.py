@@ -25,6 +25,9 @@ _ANSWER = struct.Struct("=4x48x5I")
 _ANY_COOKIE = b"\xff" * 8
 _ANY_STATE = 0xFFFFFFFF
 _LISTENING = 10
+_LOOPBACK_DEVICE = 1
+"""`LOOPBACK_IFINDEX` of the kernel, in each network namespace. `if_nametoindex` needs a descriptor, and fails without
+one as if there were no such device."""
 _ANSWER_BYTES = 1 << 16
 
 Address = tuple[str, int]
@@ -56,7 +59,7 @@ def socket_at(own: Address, peer: Address | None = None) -> TcpSocket | None:
     host, port = peer or ("::" if family == socket.AF_INET6 else "0.0.0.0", 0)
     packed = (socket.inet_pton(family, each).ljust(16, b"\0") for each in (own[0], host))
     # With the device, so that a socket which is bound to it is found, too.
-    device = struct.pack("=I", socket.if_nametoindex("lo"))
+    device = struct.pack("=I", _LOOPBACK_DEVICE)
     question = _QUESTION.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
     question += _SOCKET_ID.pack(own[1], port, *packed) + device + _ANY_COOKIE
     header = _HEADER.pack(_HEADER.size + len(question), _SOCK_DIAG_BY_FAMILY, _REQUEST, 1, 0)

@@ -98,11 +98,11 @@ def _why_unsafe(stream: Any) -> httpx.ConnectError | None:
     """The error for a connection whose other end is another user's, or is gone."""
     try:
         peer, own = (stream.get_extra_info(name)[:2] for name in ("server_addr", "client_addr"))
-    except OSError as error:
+        stranger = stranger_behind(peer, own)
+    except OSError as error:  # it is closed, or no descriptor is left to ask the kernel with
         return httpx.ConnectError(str(error))
     except TypeError:  # anyio has None for the address of a connection that was reset meanwhile
         return httpx.ConnectError("the connection was closed at once")
-    stranger = stranger_behind(peer, own)
     if stranger is None:
         return None
     return ForeignListener(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
-import tempfile
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -44,7 +43,8 @@ class NewDaemon:
         self._is_given = False
         self.host_lock = open_host_lock()
         """The lock of all starts on this host, which the process inherits; `alone_on_host` takes it."""
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object, which closes it
+        # In memory, since the disk may be full: what it says is why no run can start. Closed by this object.
+        self._output = open(os.memfd_create("supervisor-output"), "w+b")  # noqa: SIM115
         self._process = subprocess.Popen(
             module_command("grpo_tui.supervisor.daemon", "-", str(self.host_lock)),
             pass_fds=[self.host_lock],

@@ -21,7 +21,7 @@ from pathlib import Path
 from grpo_engine.errors import GrpoError
 from grpo_engine.models.local import cache_folder
 from grpo_engine.wire.supervisor import MAX_TEMPORARY_FOLDER_BYTES
-from grpo_tui.paths import ALWAYS_SHORT
+from grpo_tui.paths import ALWAYS_SHORT, temporary_folder
 from grpo_tui.services.base import Launch
 
 FOLDER, COMPILED_CODE = "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"
@@ -147,7 +147,7 @@ def _named(base: Path, stem: str) -> Iterator[Path]:
 
 
 def _bases() -> tuple[Path, ...]:
-    return (Path(tempfile.gettempdir()), ALWAYS_SHORT)
+    return (temporary_folder(), ALWAYS_SHORT)
 
 
 def _stem(run: str, base: Path) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -127,7 +129,7 @@ def test_a_folder_for_sockets_that_another_user_made_is_named_with_what_to_set(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     other = os.getuid() + 54321
-    monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(paths.os, "getuid", lambda: other)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     (tmp_path / f"grpo-{other}").mkdir(mode=0o700)
@@ -137,3 +139,16 @@ def test_a_folder_for_sockets_that_another_user_made_is_named_with_what_to_set(
     monkeypatch.setattr(paths.os, "getuid", lambda: tmp_path.stat().st_uid)
     (tmp_path / f"grpo-{tmp_path.stat().st_uid}").touch()
     assert paths.host_folder() == paths.runtime_folder() == tmp_path / "grpo-tui"
+
+
+def test_a_full_disk_leads_to_no_other_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Commands ended with a traceback where all were full, and saw none of the runs where only this one was."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        folder = paths.host_folder()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert folder.parent == tmp_path

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -332,3 +334,19 @@ def test_a_connection_that_was_reset_at_once_is_tried_again_as_a_refused_one() -
             """What anyio returns where getpeername fails."""
 
     assert isinstance(_why_unsafe(Reset()), httpx.ConnectError)
+
+
+def test_a_connection_that_no_descriptor_is_left_to_look_at_is_tried_again() -> None:
+    """The error of the look ended an environment with a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        ends = {"server_addr": client.getpeername(), "client_addr": client.getsockname()}
+        stream = SimpleNamespace(get_extra_info=ends.get)
+        assert _why_unsafe(stream) is None
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        try:
+            error = _why_unsafe(stream)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert isinstance(error, httpx.ConnectError)
+    assert "Too many open files" in str(error)

@@ -10,7 +10,6 @@ import fcntl
 import os
 import random
 import signal
-import tempfile
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -121,7 +120,7 @@ def begin(
 
 @pytest.fixture(autouse=True)
 def _host_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(local, "marked_folders", set)  # runs of other tests
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(start_queue, "POLL_S", 0.002)

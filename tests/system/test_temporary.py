@@ -41,7 +41,7 @@ def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.delenv(temporary.COMPILED_CODE, raising=False)
     with tempfile.TemporaryDirectory(prefix="g") as name:
-        monkeypatch.setattr(tempfile, "tempdir", name)
+        monkeypatch.setenv("TMPDIR", name)
         yield Path(name)
 
 
@@ -132,7 +132,7 @@ def test_below_a_temporary_folder_too_deep_for_sockets_the_folder_is_in_tmp(
 ) -> None:
     deep = outside / ("deep" * 20)
     deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    monkeypatch.setenv("TMPDIR", str(deep))
     folder = temporary.make_folder(RUN)
     assert (folder.parent, folder.stat().st_mode & 0o777) == (Path("/tmp"), 0o700)
     (folder / "left").touch()

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -197,7 +196,7 @@ def test_down_removes_what_a_run_left_that_was_killed_with_its_supervisor(
     """As a job or a limit of memory kills all processes at once: its weights stayed in memory until a resume ended."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(teardown, "SHARED_MEMORY", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     left = []
     for name, state in (("killed-1", RunState.RUNNING), ("ended-1", RunState.STOPPED)):
         make_state(make_run(tmp_path / "logs", name, 1.0), state)
@@ -223,7 +222,7 @@ def test_down_removes_the_memory_of_a_run_whose_supervisor_is_killed_once_its_se
 ) -> None:
     """It answered that no process was left, and the weights stayed in memory."""
     monkeypatch.setattr(teardown, "SHARED_MEMORY", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     make_state(make_run(tmp_path / "logs", "killed-1", 1.0), RunState.RUNNING)
     (tmp_path / "grpo-killed-1-0123-weights").touch()
 

@@ -55,7 +55,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Below the folder of the shell, in which a run of tiny-cpu was killed in step 93 of 400."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(second_run, "run_folders_anywhere", set)  # runs and servers of other tests are none of ours
     for module in (second_run, ports):
         monkeypatch.setattr(module, "listening_sockets", lambda ports: [])
