@@ -1,7 +1,7 @@
 """Who holds a TCP port of this machine: listening sockets, their users and processes. Linux only.
 
-The sockets of one connection are asked of the kernel (`socket_diag.py`), all others are read in `/proc/net`, as are
-those where the kernel does not answer, in some containers.
+The kernel is asked (`socket_diag.py`); where it does not answer, in some containers, the list of all sockets in
+`/proc/net` is read, to which every user may add hundreds of thousands.
 
 On a machine with several users anyone may listen on a loopback port that is free. So what this user's processes listen
 on is told apart by the uid of the socket, which the kernel sets.
@@ -12,13 +12,16 @@ from __future__ import annotations
 import ipaddress
 import os
 import pwd
+import socket
+import stat
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
 from grpo_engine.wire.environment_variables import MACHINE_ADDRESS_VARIABLE
-from grpo_engine.wire.socket_diag import Address, TcpSocket, is_available, plain, socket_at
+from grpo_engine.wire.socket_diag import Address, TcpSocket, is_available, plain, socket_at, sockets_listening
 
 LOOPBACK = "127.0.0.1"
 _TABLES = Path("/proc/net")
@@ -37,16 +40,19 @@ def is_of_cluster() -> bool:
     return not ipaddress.ip_address(machine_address()).is_loopback
 
 
-def listening_sockets(ports: Iterable[int], *, tables: Path = _TABLES) -> list[TcpSocket]:
-    """The sockets, IPv4 and IPv6, that listen on one of these ports."""
+def listening_sockets(ports: Iterable[int], *, tables: Path | None = None) -> list[TcpSocket]:
+    """The sockets, IPv4 and IPv6, that listen on one of these ports.
+
+    Args:
+        tables: read these in place of asking the kernel.
+    """
     wanted = set(ports)
-    # The kernel lists listening sockets first; the many others take milliseconds.
-    return [
-        each
-        for name in _NAMES
-        for each in takewhile(lambda row: row.is_listening, _rows(tables / name))
-        if each.port in wanted
-    ]
+    if tables is None and is_available():
+        return sockets_listening(wanted)
+    texts = set(map(_port_text, wanted))
+    # The kernel lists listening sockets first.
+    rows = (_rows((tables or _TABLES) / name, lambda fields: fields[1][-5:] in texts) for name in _NAMES)
+    return [each for one in rows for each in takewhile(lambda row: row.is_listening, one)]
 
 
 def stranger_behind(peer: Address, own: Address | None = None, *, tables: Path | None = None) -> TcpSocket | None:
@@ -80,10 +86,11 @@ def client_socket(peer: Address, own: Address) -> TcpSocket | None:
     return next((row for row in rows if row and row.inode and ((row.host, row.port), row.peer) == ends), None)
 
 
-def own_listening_ports(*, tables: Path = _TABLES) -> frozenset[int]:
+def own_listening_ports() -> frozenset[int]:
     """Ports on which this process listens."""
-    own = set(map(_link, _descriptors("/proc/self/fd")))
-    return frozenset(row.port for row in _all_rows(tables) if row.is_listening and f"socket:[{row.inode}]" in own)
+    return frozenset(
+        one.getsockname()[1] for one in _own_tcp_sockets() if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    )
 
 
 def own_sockets() -> frozenset[int]:
@@ -96,7 +103,7 @@ def own_sockets() -> frozenset[int]:
 
 
 def connected_stranger(
-    *, services: Collection[int] = (), older: Collection[int] = (), tables: Path = _TABLES
+    *, services: Collection[int] = (), older: Collection[int] = (), tables: Path | None = None
 ) -> TcpSocket | None:
     """The other end of a connection of this process on this machine that another user than it and root holds, if any.
 
@@ -105,26 +112,36 @@ def connected_stranger(
     Args:
         services: ports of this process to which every user may connect.
         older: inodes of sockets that are not looked at.
+        tables: read these in place of asking the kernel.
     """
-    own = own_sockets() - set(older)
-    rows = [each for each in _all_rows(tables) if not each.is_listening]
+    is_asked = tables is None and is_available()
+    tables = tables or _TABLES
     ends = {
-        (each.peer, (each.host, each.port))
-        for each in rows
-        if each.inode in own
-        and each.port not in services
-        and (ipaddress.ip_address(each.peer[0]).is_loopback or each.peer[0] == each.host)
+        (peer, own)
+        for inode, peer, own in (_own_connections() if is_asked else _listed_connections(tables))
+        if inode not in older
+        and own[1] not in services
+        and (ipaddress.ip_address(peer[0]).is_loopback or peer[0] == own[0])
     }
-    held = {((each.host, each.port), each.peer): each for each in rows}
-    gone = (TcpSocket(host=h, port=p, peer=own_end, is_listening=False, uid=0, inode=0) for (h, p), own_end in ends)
-    others = (held.get(((each.host, each.port), each.peer), each) for each in gone)
-    return next((each for each in others if not each.inode or each.uid not in (os.geteuid(), ROOT)), None)
+    if is_asked:
+        others = [client_socket(*each) for each in ends]
+    else:
+        texts = {_port_text(peer[1]) for peer, _ in ends}
+        rows = _all_rows(tables, lambda fields: fields[1][-5:] in texts)
+        held = {((each.host, each.port), each.peer): each for each in rows if each.inode}
+        others = [held.get(each) for each in ends]
+    for ((host, port), own), other in zip(ends, others, strict=True):
+        if other is None:
+            return TcpSocket(host=host, port=port, peer=own, is_listening=False, uid=0, inode=0)
+        if other.uid not in (os.geteuid(), ROOT):
+            return other
+    return None
 
 
-def who_has(socket: TcpSocket) -> str:
+def who_has(held: TcpSocket) -> str:
     """The user of a socket, and its processes as far as permissions allow: `user nobody (pid 17)`."""
-    pids = socket_owners([socket.inode])[socket.inode]
-    return f"user {user_name(socket.uid)}" + (f" (pid {', '.join(map(str, pids))})" if pids else "")
+    pids = socket_owners([held.inode])[held.inode]
+    return f"user {user_name(held.uid)}" + (f" (pid {', '.join(map(str, pids))})" if pids else "")
 
 
 def socket_owners(inodes: Iterable[int]) -> dict[int, list[int]]:
@@ -147,9 +164,33 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def _all_rows(tables: Path) -> Iterator[TcpSocket]:
+def _own_tcp_sockets() -> Iterator[socket.socket]:
+    """Those that this process has open, each until the next."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed since
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                        yield one
+
+
+def _own_connections() -> Iterator[tuple[int, Address, Address]]:
+    """Inode, peer and own end of each."""
+    for one in _own_tcp_sockets():
+        with suppress(OSError):  # not connected
+            (host, port), (own_host, own_port) = one.getpeername()[:2], one.getsockname()[:2]
+            yield os.fstat(one.fileno()).st_ino, (plain(host), port), (plain(own_host), own_port)
+
+
+def _listed_connections(tables: Path) -> Iterator[tuple[int, Address, Address]]:
+    inodes = set(map(str, own_sockets()))
+    for row in _all_rows(tables, lambda fields: fields[9] in inodes and fields[3] != _LISTENING):
+        yield row.inode, row.peer, (row.host, row.port)
+
+
+def _all_rows(tables: Path, is_wanted: Callable[[list[str]], bool]) -> Iterator[TcpSocket]:
     for name in _NAMES:
-        yield from _rows(tables / name)
+        yield from _rows(tables / name, is_wanted)
 
 
 def _reached(host: str, port: int, client: Address | None, tables: Path) -> list[TcpSocket]:
@@ -165,22 +206,21 @@ def _reached(host: str, port: int, client: Address | None, tables: Path) -> list
 
 def _ends(port: int, peer_port: int, tables: Path) -> list[TcpSocket]:
     """The sockets at a port that are connected with another one."""
-    ports = f":{port:04X}", f":{peer_port:04X}"
-    return [each for name in _NAMES for each in _rows(tables / name, ports=ports)]
+    own, peer = _port_text(port), _port_text(peer_port)
+    return list(_all_rows(tables, lambda fields: fields[1].endswith(own) and fields[2].endswith(peer)))
 
 
-def _rows(table: Path, *, ports: tuple[str, str] = ("", "")) -> Iterator[TcpSocket]:
-    """The rows of a table, or those with these ports, as the table has them, at both ends.
+def _rows(table: Path, is_wanted: Callable[[list[str]], bool]) -> Iterator[TcpSocket]:
+    """The rows of a table whose fields, as the table has them, are wanted.
 
     Every user may add tens of thousands, of which reading the addresses takes seconds.
     """
-    own_port, peer_port = ports
     try:
         with table.open() as file:
             next(file)
             for line in file:
                 fields = line.split(maxsplit=10)
-                if not (fields[1].endswith(own_port) and fields[2].endswith(peer_port)):
+                if not is_wanted(fields):
                     continue
                 host, port = _address(fields[1])
                 yield TcpSocket(
@@ -193,6 +233,11 @@ def _rows(table: Path, *, ports: tuple[str, str] = ("", "")) -> Iterator[TcpSock
                 )
     except FileNotFoundError:  # IPv6 is disabled
         return
+
+
+def _port_text(port: int) -> str:
+    """How an address in a table ends."""
+    return f":{port:04X}"
 
 
 def _address(text: str) -> Address:

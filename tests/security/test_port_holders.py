@@ -26,7 +26,15 @@ from grpo_engine.serving import listening
 from grpo_engine.serving.listening import refuse_connections, take_port
 from grpo_engine.wire import socket_diag, tcp_sockets
 from grpo_engine.wire.supervisor import ProbeOutcome
-from grpo_engine.wire.tcp_sockets import client_socket, stranger_behind, user_name
+from grpo_engine.wire.tcp_sockets import (
+    client_socket,
+    connected_stranger,
+    listening_sockets,
+    own_listening_ports,
+    own_sockets,
+    stranger_behind,
+    user_name,
+)
 from grpo_engine.wire.token_clients import ForeignListener, _why_unsafe, open_async_client, open_client
 from grpo_tui.services.base import Probe
 from grpo_tui.supervisor.keeper.proc import command_line
@@ -178,6 +186,35 @@ def test_the_sockets_of_a_connection_are_found_without_reading_those_of_others(m
         assert stranger_behind(peer) is None
 
 
+@pytest.mark.skipif(not socket_diag.is_available(), reason="this kernel does not answer for one socket")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
+def test_who_listens_and_who_has_connected_is_found_without_the_list_of_all_sockets(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside 400,000 listening sockets of another user, which are cheap, a start and `down` took half a minute."""
+    monkeypatch.setattr(tcp_sockets, "_rows", lambda *_, **__: pytest.fail("reads the list of all sockets"))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        port = listener.getsockname()[1]
+        assert port in own_listening_ports()
+        found = [each for each in listening_sockets([port]) if each.inode == os.fstat(listener.fileno()).st_ino]
+        assert [(each.host, each.is_listening, each.uid) for each in found] == [(host, True, os.geteuid())]
+        assert not listening_sockets([])
+        older = own_sockets()
+        with socket.create_connection(("::1" if ":" in host else host, port)) as client:
+            not_accepted = connected_stranger(older=older)
+            assert not_accepted is not None
+            assert not not_accepted.inode
+            accepted, _ = listener.accept()
+            with accepted:
+                assert connected_stranger(older=older) is None
+                monkeypatch.setattr(tcp_sockets.os, "geteuid", lambda: ME)
+                monkeypatch.setattr(tcp_sockets, "ROOT", ME)
+                stranger = connected_stranger(older=older)
+                assert stranger is not None
+                assert stranger.inode in {os.fstat(each.fileno()).st_ino for each in (client, accepted)}
+
+
 @as_root
 def test_where_the_kernel_does_not_answer_for_one_socket_the_list_of_all_says_who_listens(
     monkeypatch: pytest.MonkeyPatch,
@@ -185,6 +222,10 @@ def test_where_the_kernel_does_not_answer_for_one_socket_the_list_of_all_says_wh
     monkeypatch.setattr(tcp_sockets, "is_available", lambda: False)
     port = free_port()
     with squatter(port) as stranger, socket.create_connection(("127.0.0.1", port)) as client:
+        assert [(each.port, each.uid) for each in listening_sockets([port])] == [(port, NOBODY)]
+        connected = connected_stranger()
+        assert connected is not None
+        assert connected.uid == NOBODY
         for own in (None, client.getsockname()):
             found = stranger_behind(client.getpeername(), own)
             assert found is not None
