@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_engine.errors import DataError
-from grpo_engine.wire.inference import LogprobsMode
+from grpo_engine.wire.inference import MAX_TEMPERATURE, LogprobsMode
 from grpo_engine.wire.rollouts import MASKED_LABEL, MASKED_LOGPROB, ScoredGroup
 
 LOGPROB_ROUNDING = 1e-6
@@ -25,6 +25,9 @@ LOGPROB_ROUNDING = 1e-6
 
 MOST_REWARD = 1e9
 """Far beyond it differences and squares of rewards overflow in float32, and the loss would not be finite."""
+
+LEAST_TEMPERATURE = 1e-4
+"""Far below it logits overflow in float32; vLLM samples at 0.01 at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,7 +135,7 @@ def read_group(
         temperatures=torch.tensor(_temperatures(group, default_logprobs_mode, where), dtype=torch.float32),
         is_zeroed=torch.tensor([bool(o.get("set_advantage_to_zero")) for o in _overrides(group, where)]),
         is_truncated=_is_truncated(group, where),
-        advantages=ragged.optional_floats(group.advantages, is_trained, "advantages"),
+        advantages=_advantages(group, ragged, is_trained),
         ref_logprobs=ragged.optional_floats(group.ref_logprobs, is_trained, "ref_logprobs"),
         policy_versions=policy_versions,
         env_id=group.env_id,
@@ -251,6 +254,13 @@ def _rollout_logprobs(group: ScoredGroup, ragged: _Ragged, is_trained: Tensor) -
     return logprobs
 
 
+def _advantages(group: ScoredGroup, ragged: _Ragged, is_trained: Tensor) -> Tensor | None:
+    advantages = ragged.optional_floats(group.advantages, is_trained, "advantages")
+    if advantages is not None:
+        ragged.refuse(advantages.abs() > MOST_REWARD, advantages, "advantages", f"is beyond ±{MOST_REWARD:g}")
+    return advantages
+
+
 def _rewards(group: ScoredGroup, where: str) -> Tensor:
     for sequence, score in enumerate(group.scores):
         is_number = isinstance(score, int | float) and not isinstance(score, bool)
@@ -299,10 +309,11 @@ def _temperatures(group: ScoredGroup, default_mode: LogprobsMode, where: str) ->
         levels = (override, parameters, group_overrides)
         temperature = next((level["temperature"] for level in levels if level.get("temperature") is not None), 1.0)
         is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-        if not is_number or not 0 < temperature < math.inf:
+        if not is_number or not LEAST_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
             raise DataError(
-                f"{where}: sequence {sequence}: temperature = {temperature!r} with processed log-probabilities: "
-                "sample at a finite temperature above 0, greedy sampling has no distribution to learn from"
+                f"{where}: sequence {sequence}: temperature = {temperature!r:.40} with processed log-probabilities: "
+                f"sample at {LEAST_TEMPERATURE:g} to {MAX_TEMPERATURE:g}; greedy sampling has no distribution to learn "
+                "from"
             )
         temperatures.append(float(temperature))
     return temperatures

@@ -217,6 +217,7 @@ def logprobs(first: list[float]) -> dict[str, Any]:
         ({"tokens": [[5, 9, 7, 2], [5, 2**70, 8, 4, 2]]}, "tokens has entries that are not numbers"),
         ({"advantages": [[0.0] * 4, [0.0] * 4]}, "sequence 1: advantages has 4 entries, tokens has 5"),
         ({"advantages": [[0.0] * 4, [0.0, 0.0, math.nan, 0.0, 0.0]]}, r"advantages\[2\] = nan is not finite"),
+        ({"advantages": [[0.0, 0.0, 3e38, 0.0], [0.0] * 5]}, r"sequence 0: advantages\[2\] = 3e\+38 is beyond"),
         ({"policy_versions": [[0] * 4]}, "policy_versions has 1 entries"),
         ({"truncated": [True]}, "truncated has 1 entries"),
         ({"overrides": [{}]}, "overrides has 1 entries"),
@@ -226,6 +227,10 @@ def logprobs(first: list[float]) -> dict[str, Any]:
         (
             {"generation_params": {"logprobs_mode": "processed", "temperature": 0.0}},
             "temperature = 0.0 with processed log-probabilities",
+        ),
+        *(  # the first ended a trainer, and again after each resume; of 1e-300 the whole batch had no finite loss
+            ({"generation_params": {"logprobs_mode": "processed", "temperature": value}}, f"temperature = {text}")
+            for value, text in ((10**400, "1000"), (1e-300, "1e-300"), (1e300, r"1e\+300"))
         ),
         ({"generation_params": {"logprobs_mode": "processed", "top_p": 0.9}}, "sample with top_p = 1"),
         ({"generation_params": {"logprobs_mode": "processed", "top_k": 50}}, "sample with top_k = -1"),
