@@ -63,6 +63,7 @@ def run(config: ExportConfig) -> int:
             require_base,
         )
         from grpo_engine.models.devices import require_device
+        from grpo_engine.models.stored_weights import checkpoint_folder
 
         require_device(config.device)
         if has_adapter:
@@ -73,7 +74,8 @@ def run(config: ExportConfig) -> int:
         elif has_adapter:
             name_base(folder, marker)
         add_generation_config(folder, marker)
-        log.info("checked: %s", check(folder, config.device))
+        base = checkpoint_folder(marker.model_name) if has_adapter and not config.merge_lora else None
+        log.info("checked: %s", check(folder, config.device, base))
     log.info("exported step %d of %s to %s", marker.step, marker.model_name, config.folder)
     return 0
 

@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from grpo_engine.bridges.transport.saving import save_model
+from grpo_engine.bridges.transport.saving import write_whole
 from grpo_engine.errors import CheckpointError, ModelError, first_of
 from grpo_engine.models.loading import load_model, resolve_model
 from grpo_engine.models.lora import adapter_tensors
@@ -49,7 +49,8 @@ TRIAL_CPU_S, TRIAL_BYTES = 20, 4 << 30
 largest vocabularies takes some seconds; memory is address space, of which each thread reserves 64 MiB."""
 SAMPLE_S, SAMPLE_BYTES = 60, 4 << 30
 """Time that sampling may take for each GiB of the model that has begun, and its memory on a CPU beside as much again as
-the model: settings that no tensor shows, as the length of a chunk or the number of hashes, multiply both."""
+the model: settings that no tensor shows, as the length of a chunk or the number of hashes, multiply both. So it is for
+loading, by its files: a pickle of tensors may hold a text that is doubled over and over."""
 MAX_SPARE_ELEMENTS = 1 << 26
 """Of what a model has beside the stored tensors: frequencies of positions, masks, and those that are missing, which are
 named as it is loaded."""
@@ -103,8 +104,21 @@ def name_base(folder: Path, marker: CheckpointMarker) -> None:
 
 
 def merge(folder: Path, marker: CheckpointMarker, device: str) -> None:
-    """Replace the adapter in a folder by the model with the adapter merged into it."""
-    adapted = _load_adapted(folder, marker, device)
+    """Replace the adapter in a folder by the model with the adapter merged into it.
+
+    The tokenizer stays that of the checkpoint: files beside a base, which may be somebody else's work, may be links.
+
+    Raises:
+        CheckpointError: the disk fails.
+        ModelError: loading the base takes too long, or too much memory.
+    """
+    try:
+        with _limited_by(_num_bytes(folder, checkpoint_folder(marker.model_name)), device):
+            adapted = _load_adapted(folder, marker, device)
+    except (MemoryError, RuntimeError, TimeoutError) as error:
+        raise ModelError(
+            f"{marker.model_name}: the base does not load: {type(error).__name__}: {shortened(str(error))}"
+        ) from error
     with torch.no_grad():
         parameters = {
             name.replace(".base_layer.", "."): parameter
@@ -115,7 +129,7 @@ def merge(folder: Path, marker: CheckpointMarker, device: str) -> None:
     for path in folder.glob("adapter_*"):
         path.unlink()
     try:
-        save_model(adapted.unload(), marker.model_name, folder)
+        write_whole(adapted.unload(), folder)
     except SafetensorError as error:
         raise CheckpointError(
             f"the merged model cannot be written: {error}; make room, or choose another folder"
@@ -159,8 +173,11 @@ def add_generation_config(folder: Path, marker: CheckpointMarker) -> None:
 
 
 @torch.inference_mode()
-def check(folder: Path, device: str) -> str:
+def check(folder: Path, device: str, base: Path | None = None) -> str:
     """Load the folder as others will, and sample once; returns what it sampled.
+
+    Args:
+        base: the folder of the model that an adapter is of, where there is one on this machine.
 
     Raises:
         ModelError: tensors are missing or not finite, or nothing is sampled.
@@ -168,7 +185,8 @@ def check(folder: Path, device: str) -> str:
     _try_small_parts(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model = _load_exported(folder, device)
+        with _limited_by(_num_bytes(folder, base), device):
+            model = _load_exported(folder, device)
     except ModelError:
         raise
     except Exception as error:  # transformers and its parsers raise anything at values of another type
@@ -176,10 +194,8 @@ def check(folder: Path, device: str) -> str:
     # Beams and processors of the folder's own may take any memory, and PEFT reads them from the base model.
     model.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
     prompt = _prompt(tokenizer).to(device)
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    most_bytes = SAMPLE_BYTES + size if device == "cpu" else resource.RLIM_INFINITY
     try:
-        with _limited(SAMPLE_S * (1 + (size >> 30)), most_bytes):
+        with _limited_by(sum(parameter.nbytes for parameter in model.parameters()), device):
             is_finite = bool(torch.isfinite(model(**prompt).logits).all())
             sampled = model.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False)
     except Exception as error:  # layers raise anything at settings that do not fit, or for want of memory
@@ -219,11 +235,13 @@ def require_base(marker: CheckpointMarker) -> None:
     """Build the base model of an adapter without memory, in a process with limits: a run from elsewhere may bring it.
 
     Raises:
-        ModelError: it takes more than `TRIAL_CPU_S` or `TRIAL_BYTES`, is larger than its tensors, or has a pipe or
-            device.
+        ModelError: it takes more than `TRIAL_CPU_S` or `TRIAL_BYTES`, is larger than its tensors, is an adapter itself,
+            or has a pipe or device.
     """
     if (base := checkpoint_folder(marker.model_name)) is None:
         return
+    if (base / ADAPTER_CONFIG).exists():  # transformers loads it, with settings that `require_adapter` has not seen
+        raise ModelError(f"{base}: the base of the adapter is an adapter itself: merge that into its own base first")
     for path in base.iterdir():
         try:
             if not path.is_dir():
@@ -345,6 +363,18 @@ def _prompt(tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
             log.warning("the chat template renders no single question (%s); checked with plain text", why)
             text = PROMPT
     return tokenizer(text, return_tensors="pt", add_special_tokens=text == PROMPT, return_token_type_ids=False)
+
+
+def _num_bytes(folder: Path, base: Path | None) -> int:
+    """What loading a model may take: as much again as its files, as often as their numbers may be unpacked."""
+    files = (path for each in (folder, base) if each is not None for path in each.iterdir() if path.is_file())
+    return _PACKED * sum(path.stat().st_size for path in files)
+
+
+def _limited_by(num_bytes: int, device: str) -> AbstractContextManager[None]:
+    """The limits of what works on a model of so many bytes."""
+    most = SAMPLE_BYTES + num_bytes if device == "cpu" else resource.RLIM_INFINITY
+    return _limited(SAMPLE_S * (1 + (num_bytes >> 30)), most)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from grpo_engine.bridges.transport.saving import save_model
 from grpo_engine.errors import CheckpointError, ConfigError, ModelError
 from grpo_engine.export.config import ExportConfig
 from grpo_engine.export.main import _new_folder, run
-from grpo_engine.export.model import add_generation_config
+from grpo_engine.export.model import add_generation_config, merge
 from grpo_engine.flags import parse_flags, to_flags
 from grpo_engine.models.config import DtypeName, LoraSettings
 from grpo_engine.models.loading import load_model
@@ -107,6 +107,19 @@ def test_an_adapter_is_exported_as_it_is_or_merged_into_its_base(adapter: Path, 
     torch.testing.assert_close(logits(merged), logits(apart), atol=1e-4, rtol=1e-4)
     untrained = AutoModelForCausalLM.from_pretrained(base)
     assert not torch.allclose(logits(merged), logits(untrained), atol=1e-3)
+
+
+def test_a_merged_model_has_no_tokenizer_file_to_which_a_link_beside_its_base_leads(
+    adapter: Path, base: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "id_rsa").write_text("secret")
+    linked, folder = shutil.copytree(base, tmp_path / "base"), shutil.copytree(adapter, tmp_path / "merged")
+    (linked / "chat_template.jinja").unlink()
+    (linked / "chat_template.jinja").symlink_to(tmp_path / "id_rsa")  # an archive may have such a link
+    marker = CheckpointMarker(step=3, policy_version=3, model_name=str(linked), bridge="none", settings={})
+    merge(folder, marker, "cpu")
+    assert (folder / "model.safetensors").exists()
+    assert (folder / "chat_template.jinja").read_text() == (adapter / "chat_template.jinja").read_text() != "secret"
 
 
 def test_a_merged_model_has_the_type_of_the_run_and_is_rounded_once(base: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -97,6 +98,24 @@ def test_the_base_of_an_adapter_is_tried_as_a_whole_model_is(changed: Callable[.
     os.mkfifo(folder / "more.safetensors")
     with pytest.raises(ModelError, match=r"more\.safetensors: cannot be read"):
         export.require_base(marker(folder))
+    (folder / "adapter_config.json").write_text("{}")  # whose patterns match without end
+    with pytest.raises(ModelError, match="is an adapter itself"):
+        export.require_base(marker(folder))
+
+
+def test_pickled_weights_that_double_a_text_over_and_over_are_refused(
+    changed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "SAMPLE_BYTES", 32 << 20)
+    folder = changed("config.json")
+    (folder / "model.safetensors").unlink()
+    encode, latin1, to_hex = b"c_codecs\nencode\n", b"X\1\0\0\0AX\6\0\0\0latin1\x86R", b"X\3\0\0\0hex\x86R"
+    with ZipFile(folder / "pytorch_model.bin", "w") as file:
+        file.writestr("archive/data.pkl", b"\x80\2}X\1\0\0\0A" + encode * 27 + latin1 + to_hex * 26 + b"s.")
+        file.writestr("archive/version", "3\n")
+        file.writestr("archive/byteorder", "little")
+    with pytest.raises(ModelError, match="does not load: MemoryError"):
+        export.check(folder, "cpu")
 
 
 def test_a_checkpoint_or_base_that_is_mostly_holes_is_neither_copied_nor_loaded(tmp_path: Path) -> None:
