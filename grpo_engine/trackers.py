@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from grpo_engine.config import Config
 from grpo_engine.python_command import others_may_write
-from grpo_engine.wire.secrets import masked_settings
+from grpo_engine.wire.secrets import masked_argv, masked_settings
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,17 @@ def set_up_wandb(wandb: Any, folder: Path | None) -> None:
             log.warning("%s is ignored: other users may write to a folder above it: use ~/.config/wandb", file)
     with contextlib.chdir(folder or tempfile.mkdtemp(prefix="grpo-wandb-")):
         wandb.setup()
+
+
+@contextlib.contextmanager
+def masked_command_line() -> Iterator[None]:
+    """Within, a library that sends the command line of this process sees it without secrets (wandb 0.31: `_args`)."""
+    given = sys.argv
+    sys.argv = masked_argv(given)
+    try:
+        yield
+    finally:
+        sys.argv = given
 
 
 def public_settings(config: Config) -> dict[str, Any]:

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from grpo_engine.environments.clients import WandbInfo
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.errors import ConfigError
-from grpo_engine.trackers import FaultTolerant, RunTracker, Tracker, failure, public_settings, set_up_wandb
+from grpo_engine.trackers import (
+    FaultTolerant,
+    RunTracker,
+    Tracker,
+    failure,
+    masked_command_line,
+    public_settings,
+    set_up_wandb,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +47,13 @@ def start_tracker(config: EnvironmentConfig, info: WandbInfo) -> Tracker:
         import wandb
 
         set_up_wandb(wandb, None if config.state_file is None else config.state_file.parent)
-        run = wandb.init(
-            project=info.project,
-            group=info.group or None,
-            name=config.registered_name(),
-            config=public_settings(config),
-        )
+        with masked_command_line():
+            run = wandb.init(
+                project=info.project,
+                group=info.group or None,
+                name=config.registered_name(),
+                config=public_settings(config),
+            )
     except ImportError as error:
         raise ConfigError(
             f"use_wandb: {error.name or 'wandb'} is not installed: pip install 'grpo-tui[trackers]'"

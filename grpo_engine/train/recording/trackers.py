@@ -12,7 +12,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from grpo_engine.errors import ConfigError
-from grpo_engine.trackers import FaultTolerant, RunTracker, Tracker, failure, public_settings, set_up_wandb
+from grpo_engine.trackers import (
+    FaultTolerant,
+    RunTracker,
+    Tracker,
+    failure,
+    masked_command_line,
+    public_settings,
+    set_up_wandb,
+)
 from grpo_engine.train.config import TrainConfig
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -41,7 +49,8 @@ def build_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
             continue
         name = setting.removeprefix("use_")
         try:
-            tracker = start(config, folder)
+            with masked_command_line():
+                tracker = start(config, folder)
         except ImportError as error:
             extra = "trackio" if setting == "use_trackio" else "trackers"
             raise ConfigError(

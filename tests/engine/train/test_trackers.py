@@ -19,6 +19,10 @@ from typing import Any
 import pytest
 from training import settings
 
+from grpo_engine.environments.clients import WandbInfo
+from grpo_engine.environments.config import EnvironmentConfig
+from grpo_engine.environments.tasks.puzzles import Sort6
+from grpo_engine.environments.tracking import start_tracker
 from grpo_engine.errors import ConfigError
 from grpo_engine.trackers import FaultTolerant, Tracker, public_settings
 from grpo_engine.train.recording.recorder import Recorder
@@ -120,6 +124,19 @@ def test_the_settings_that_are_sent_hold_no_secret() -> None:
     assert sent["lr"] == 3e-4
     assert isinstance(sent["bridge"], dict)
     assert "hunter2" not in json.dumps(sent)
+
+
+def test_wandb_which_sends_the_command_line_sees_no_secret_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    given = ["grpo-engine", "env", "--api-key", "hunter2", "--inference-url", "http://me:hunter2@10.0.0.1:9001"]
+    monkeypatch.setattr(sys, "argv", given)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: seen.append(sys.argv)))
+    build_trackers(settings(use_wandb=True, wandb_project="p"), tmp_path)
+    start_tracker(EnvironmentConfig(task=Sort6(), model_name="m"), WandbInfo(project="p", group="g"))
+    assert seen == [[*given[:3], "***", "--inference-url", "http://me:***@10.0.0.1:9001"]] * 2
+    assert sys.argv is given
 
 
 def test_tensorboard_gets_every_step_and_a_resumed_run_replaces_those_it_repeats(tmp_path: Path) -> None:
