@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -51,12 +52,15 @@ class Jsonl(Task):
         """1 for the correct answer, else 0."""
         if self.reward == "exact":
             return float(completion.split() == item.answer.split())
-        given, expected = final_answer(completion), final_answer(item.answer) or item.answer
-        return float(given is not None and is_same_answer(expected, given))
+        given = final_answer(completion)
+        return float(given is not None and is_same_answer(item.answer, given))
 
     def _records(self, split: Split) -> list[Item]:
         return of_files(split, self.path, self.held_out_path, self._read)
 
     def _read(self, path: Path, where: str, most_lines: int | None = None) -> list[Item]:
         fields = {"question_field": self.question_field, "answer_field": self.answer_field}
-        return read_items(path, **fields, where=where, most_lines=most_lines)
+        items = read_items(path, **fields, where=where, most_lines=most_lines)
+        if self.reward == "exact":
+            return items
+        return [replace(item, answer=final_answer(item.answer) or item.answer) for item in items]

@@ -15,7 +15,14 @@ from grpo_engine.environments.tasks.answers import final_answer, is_same_answer,
 from grpo_engine.environments.tasks.base import DATA_EXTRA, Item, Split, Task
 from grpo_engine.environments.tasks.hub import hub_rows
 from grpo_engine.environments.tasks.reasoning_gym import ReasoningGym
-from grpo_engine.environments.tasks.records import FIRST_LINES, endless, fields_instead, of_split, read_records
+from grpo_engine.environments.tasks.records import (
+    FIRST_LINES,
+    answer_of,
+    endless,
+    fields_instead,
+    of_split,
+    read_records,
+)
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import Flag
 from grpo_engine.installed import is_installed
@@ -146,7 +153,7 @@ def _item(record: Mapping[str, Any], where: str) -> Item:
             wanted = " or ".join(map(repr, names))
             raise ConfigError(f"{where}: no field {wanted}{fields_instead(names[0], record)}")
         found.append(str(value))
-    question, answer = found
+    question, answer = found[0], answer_of(found[1], where)
     return Item(question=question, answer=last_boxed(answer) or _without_solution(answer))
 
 

@@ -23,6 +23,8 @@ MAX_LINE_LISTS = 1 << 20
 """Brackets and braces of a record: parsed as JSON, they take thirty times their bytes."""
 _MAYBE_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Escape of half a character: with its other half, the whole one."""
+MAX_ANSWER_CHARS = 1 << 20
+"""Of a reference answer, which is compared with each completion: one of 16 MB took 3 s each time."""
 _FIELD_CHARS = 40
 """Of the name of a field in a message."""
 
@@ -42,8 +44,21 @@ def read_items(
                 raise ConfigError(f"{where}: {path}:{number}: no field {field!r}{fields_instead(field, record)}")
             if record[field] is None:
                 raise ConfigError(f"{where}: {path}:{number}: field {field!r} is null: set it, or remove the record")
-        items.append(Item(question=str(record[question_field]), answer=str(record[answer_field])))
+        answer = answer_of(record[answer_field], f"{where}: {path}:{number}: field {answer_field!r}")
+        items.append(Item(question=str(record[question_field]), answer=answer))
     return items
+
+
+def answer_of(value: Any, where: str) -> str:
+    """The text of a reference answer.
+
+    Raises:
+        ConfigError: it is longer than any that a completion can be compared with.
+    """
+    answer = str(value)
+    if len(answer) > MAX_ANSWER_CHARS:
+        raise ConfigError(f"{where}: {len(answer):,} characters; an answer has at most {MAX_ANSWER_CHARS:,}")
+    return answer
 
 
 def fields_instead(missing: str, record: Mapping[str, Any]) -> str:

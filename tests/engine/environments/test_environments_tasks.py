@@ -327,6 +327,13 @@ def test_a_bad_records_file_is_named_with_its_line(tmp_path: Path, content: str 
         Jsonl(path=path).check()
 
 
+def test_an_answer_that_takes_seconds_to_compare_with_each_completion_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", [{"question": "x", "answer": "\\boxed{" + "x" * (1 << 20)}])
+    for task in (Jsonl(path=path), Jsonl(path=path, reward="exact"), Gsm8k(path=path), MathZero(path=path)):
+        with pytest.raises(ConfigError, match=r"data\.jsonl:1: .*1,048,583 characters; an answer has at most"):
+            task.items(0)
+
+
 def test_a_records_file_without_line_ends_is_refused_before_all_of_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
