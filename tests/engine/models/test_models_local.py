@@ -116,6 +116,9 @@ def test_a_cache_that_is_a_file_says_where_it_is(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(UnusableModel, match=r"local/tiny: cannot be made in .*/file/.*set XDG_CACHE_HOME"):
         make_once("local/tiny", lambda folder: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")  # as a home that no automounter has: "no such file"
+    with pytest.raises(UnusableModel, match=r"local/tiny: cannot be made in /proc/none/.*set XDG_CACHE_HOME"):
+        make_once("local/tiny", lambda folder: None)
 
 
 def test_without_a_home_or_an_absolute_folder_for_caches_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
