@@ -23,10 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from grpo_engine.bridges.transport.saving import write_whole
 from grpo_engine.errors import CheckpointError, ModelError, first_of
+from grpo_engine.models.config import is_from_hub
 from grpo_engine.models.loading import load_model, resolve_model
 from grpo_engine.models.lora import adapter_tensors
 from grpo_engine.models.merged_lora import merged_weights
-from grpo_engine.models.stored_weights import checkpoint_folder
+from grpo_engine.models.stored_weights import checkpoint_folder, download_checkpoint
 from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CheckpointMarker, open_regular
 from grpo_engine.wire.codec import open_file, read_whole, require_written, shortened
 
@@ -234,12 +235,15 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
 def require_base(marker: CheckpointMarker) -> None:
     """Build the base model of an adapter without memory, in a process with limits: a run from elsewhere may bring it.
 
+    One of the hub is downloaded.
+
     Raises:
         ModelError: it takes more than `TRIAL_CPU_S` or `TRIAL_BYTES`, is larger than its tensors, is an adapter itself,
             or has a pipe or device.
     """
-    if (base := checkpoint_folder(marker.model_name)) is None:
-        return
+    base = checkpoint_folder(marker.model_name)
+    if base is None or (is_from_hub(marker.model_name) and not _weight_files(base)):
+        base = download_checkpoint(marker.model_name)
     if (base / ADAPTER_CONFIG).exists():  # transformers loads it, with settings that `require_adapter` has not seen
         raise ModelError(f"{base}: the base of the adapter is an adapter itself: merge that into its own base first")
     for path in base.iterdir():
@@ -333,6 +337,10 @@ def _trial_of_model(folder: Path) -> int:
         stored *= _PACKED
     is_larger = sum(each.numel() for each in (*model.parameters(), *model.buffers())) > stored + MAX_SPARE_ELEMENTS
     return _UNLIKE if is_larger else 0
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
 
 
 def _sizes(folder: Path) -> list[int]:

@@ -46,6 +46,24 @@ def checkpoint_folder(model_name: str) -> Path | None:
         return None
 
 
+def download_checkpoint(model_name: str) -> Path:
+    """The folder of a model's checkpoint from the hub, with those of its files that transformers reads.
+
+    Raises:
+        ModelError: it cannot be downloaded.
+    """
+    from huggingface_hub import list_repo_files, snapshot_download
+
+    from grpo_engine.models.sources import read_source
+
+    def download(source: str) -> Path:
+        has_safetensors = any(name.endswith(".safetensors") for name in list_repo_files(source))
+        wanted = ["*.json", "*.safetensors" if has_safetensors else "*.bin"]
+        return Path(snapshot_download(source, allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"]))
+
+    return read_source(model_name, download)
+
+
 def read_stored(model_name: str, names: Collection[str]) -> dict[str, Tensor]:
     """Parameters of a checkpoint by the names that transformers gives them, on the CPU, as they were saved.
 

@@ -13,6 +13,7 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig
 from safetensors.torch import save_file
 from serving import save_tiny_model
@@ -87,13 +88,26 @@ def test_a_model_that_fails_for_want_of_memory_or_takes_too_long_is_refused(
         take(lambda: sum(1 for _ in iter(int, 1)))  # as a million in `num_hashes` of a Reformer
 
 
-def test_the_base_of_an_adapter_is_tried_as_a_whole_model_is(changed: Callable[..., Path]) -> None:
+def test_the_base_of_an_adapter_is_tried_as_a_whole_model_is(
+    changed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def marker(base: Path) -> CheckpointMarker:
         return CheckpointMarker(step=1, policy_version=1, model_name=str(base), bridge="lora_only", settings={})
 
     export.require_base(marker(changed("config.json")))
     with pytest.raises(ModelError, match="a larger model than its tensors are"):
         export.require_base(marker(changed("config.json", num_hidden_layers=20_000)))
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda _: ["model.safetensors"])
+    of_hub = changed("config.json", num_hidden_layers=20_000)
+
+    def snapshot(*_: object, local_files_only: bool = False, **__: object) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
+        return str(of_hub)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    with pytest.raises(ModelError, match="a larger model than its tensors are"):
+        export.require_base(marker(Path("org/model")))  # one that has to be downloaded
     folder = changed("config.json")
     os.mkfifo(folder / "more.safetensors")
     with pytest.raises(ModelError, match=r"more\.safetensors: cannot be read"):
