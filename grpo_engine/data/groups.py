@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_engine.errors import DataError
-from grpo_engine.wire.inference import MAX_TEMPERATURE, LogprobsMode
+from grpo_engine.wire.inference import LEAST_TEMPERATURE, MAX_TEMPERATURE, LogprobsMode
 from grpo_engine.wire.rollouts import MASKED_LABEL, MASKED_LOGPROB, ScoredGroup
 
 LOGPROB_ROUNDING = 1e-6
@@ -25,9 +25,6 @@ LOGPROB_ROUNDING = 1e-6
 
 MOST_REWARD = 1e9
 """Far beyond it differences and squares of rewards overflow in float32, and the loss would not be finite."""
-
-LEAST_TEMPERATURE = 1e-4
-"""Far below it logits overflow in float32; vLLM samples at 0.01 at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

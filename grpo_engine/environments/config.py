@@ -19,6 +19,7 @@ from grpo_engine.environments.items.curriculum import spell_out as spell_out_cur
 from grpo_engine.environments.tasks import AnyTask, spell_out
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
 from grpo_engine.flags import Flag
+from grpo_engine.wire.inference import LEAST_TEMPERATURE, MAX_TEMPERATURE
 
 
 def _without_v1(url: str) -> str:
@@ -65,7 +66,7 @@ class SamplingConfig(Config):
     """Completions of each item; a reward counts as its difference from the others, so there are at least two."""
     max_tokens: int = Field(256, ge=1)
     """Longest completion in tokens; prompt and completion never exceed max_token_length."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=LEAST_TEMPERATURE, le=MAX_TEMPERATURE)
     """Sampling temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling; below 1 the log-probabilities differ from those of the trained policy."""

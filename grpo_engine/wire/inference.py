@@ -33,6 +33,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 """Presence and frequency, with OpenAI's bounds; larger ones overflow the logits."""
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 MAX_TEMPERATURE = 1000.0
+LEAST_TEMPERATURE = 1e-4
+"""Of what is trained on: far below it logits overflow in float32. vLLM samples at 0.01 at least."""
 
 
 class TokenPrompt(Message):
