@@ -9,6 +9,7 @@ runs without MPS. Where MPS cannot be had, it says why in its last line and exit
 `nvidia-cuda-mps-control` starts the server for its first client. Here it is asked for one before there are clients, so
 that a driver or container that refuses one is known before a service is started. When the daemon or its server ends,
 this process ends the other one and exits with 1: their clients fail at their next call to CUDA, and are restarted.
+So it does after a fatal fault on a GPU, which the server logs: that may be of any client, and new ones are refused.
 Imports nothing of the package.
 
 Source: NVIDIA, Multi-Process Service (docs.nvidia.com/deploy/mps), and nvidia-cuda-mps-control(1).
@@ -28,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
@@ -49,6 +50,8 @@ FOLDER_POLL_S = 5.0
 """For the folder of the socket to be seen gone."""
 SHOWN_LINES = 20
 """Of the server's log, where it failed."""
+FATAL = b"Server is handling a fatal GPU error"
+"""In a line of the server's log. Such a fault comes from a kernel, or from the end of a client within one."""
 Answer = TypeVar("Answer")
 STOP = frozenset({signal.SIGTERM, signal.SIGINT})
 
@@ -99,6 +102,9 @@ class Daemon:
         """Whether it or its server has ended: `quit` would wait for clients, whose restart waits for this process."""
         self._servers: dict[int, int | None] = {}
         """By pid, when each was started."""
+        self._fault, self._fault_end = os.pipe2(os.O_CLOEXEC)
+        """Readable after a fatal fault."""
+        self._log: threading.Thread | None = None
 
     def __enter__(self) -> Daemon:
         """Start it."""
@@ -107,10 +113,26 @@ class Daemon:
             folder.mkdir(mode=0o700, parents=True)
         self._made = self._folder()
         # A process group of its own: a stop signal for ours reaches it as `quit`, which ends the server too.
-        self._process = subprocess.Popen(
-            [self._program, "-f"], stdin=subprocess.DEVNULL, env=self._environment, process_group=0
+        self._process = process = subprocess.Popen(
+            [self._program, "-f"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            process_group=0,
         )
+        assert process.stdout is not None
+        self._log = threading.Thread(target=self._pass_on, args=(process.stdout,), daemon=True)
+        self._log.start()
         return self
+
+    def _pass_on(self, output: IO[bytes]) -> None:
+        with output:
+            for line in output:
+                sys.stdout.buffer.write(line)
+                sys.stdout.buffer.flush()
+                if FATAL in line:
+                    os.write(self._fault_end, b"!")
 
     def __exit__(self, *_: object) -> None:
         """End it: `quit`, then SIGTERM and SIGKILL to what is left, each by its pid."""
@@ -128,6 +150,8 @@ class Daemon:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
             _wait_until(lambda: process.poll() is not None and not self._living_servers(), 1.0)
+        assert self._log is not None
+        self._log.join(END_LIMIT_S)  # its last lines; a server that hangs keeps its end open
         for folder in (self._pipes, self._logs):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -154,7 +178,7 @@ class Daemon:
         raise CannotHave(f"since its server did not start in {START_LIMIT_S:g} s{self._last_words()}")
 
     def watch(self, server: int, wakeup: int) -> int:
-        """Wait until one of the two exits or their folder is gone (1), or a signal comes (0).
+        """Wait until one of the two exits, has a fatal fault, or their folder is gone (1), or a signal comes (0).
 
         Processes that use the daemon would go on without the folder; one that starts later would find no daemon, and be
         time-sliced beside them.
@@ -168,6 +192,7 @@ class Daemon:
                 ends[os.pidfd_open(pid)] = f"its {what} (pid {pid}) ended"
             except ProcessLookupError:
                 return self._report_end(f"its {what} (pid {pid}) ended")
+        ends[self._fault] = "a GPU had a fatal fault, as the lines above say"
         for handle in ends:
             poll.register(handle, select.POLLIN)
         while True:

@@ -71,6 +71,8 @@ from grpo_tui.supervisor.usage.sampling import Sampler
 OWN_LOG_LIMIT_BYTES = 64_000_000
 BACKGROUND_RETRY_S = 30.0
 """Before a failed background task runs again: often enough for metrics and logs, rare enough for the log."""
+LOST_GRACE_S = 5.0
+"""For a service whose process cannot go on after the failure of another one: it may hang, and has nothing to save."""
 log = logging.getLogger(__name__)
 
 
@@ -487,7 +489,8 @@ class Supervisor:
         if after.state is S.BACKOFF or is_lost:
             for follower in order.transitive_followers(name, self._launches):
                 if self._run.services[follower].state in RUNNING:
-                    self.post(follower, RestartRequired(f"restarted because {name} restarts"))
+                    grace_s = LOST_GRACE_S if name in self._launches[follower].failed_by else math.inf
+                    self.post(follower, RestartRequired(f"restarted because {name} restarts", grace_s))
 
     def _fire_hook(self, event: HookEvent, name: str) -> None:
         self._hooks.fire(event, service=self._report.service(name), status=self.status())

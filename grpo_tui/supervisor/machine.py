@@ -19,6 +19,7 @@ Seconds are monotonic.
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -155,6 +156,8 @@ class RestartRequired:
     """Its process must end now and be started again: a service that it follows restarts."""
 
     reason: str
+    grace_s: float = math.inf
+    """Until SIGKILL, where that is sooner than its own grace: it cannot do without what has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +296,8 @@ def step(service: Service, event: Event, now_s: float, launch: Launch) -> Step:
             return replace(service, is_prepared=True), ()
         case StopAsked() | KillAsked() | RestartRequired() | LimitExceeded(), S.WAITING if service.is_held:
             return _stop_held(service, event, now_s, launch)
-        case RestartRequired(reason), S.STARTING | S.READY | S.UNHEALTHY:
-            return _stop(_asked_to_restart(service), now_s, launch, AfterStop.RESTART, reason)
+        case RestartRequired(reason, grace_s), S.STARTING | S.READY | S.UNHEALTHY:
+            return _stop(_asked_to_restart(service), now_s, launch, AfterStop.RESTART, reason, most_s=grace_s)
         case StopAsked(reason), S.WAITING | S.BACKOFF:
             return _settle(service, S.STOPPED, now_s, f"{reason}, before it was started"), ()
         case KillAsked(), S.WAITING | S.BACKOFF:
@@ -563,13 +566,15 @@ def _handle_ready_timeout(service: Service, now_s: float, launch: Launch) -> Ste
     return _stop(service, now_s, launch, AfterStop.FAILURE, words)
 
 
-def _stop(service: Service, now_s: float, launch: Launch, after: AfterStop, reason: str) -> Step:
+def _stop(
+    service: Service, now_s: float, launch: Launch, after: AfterStop, reason: str, most_s: float = math.inf
+) -> Step:
     stopping = replace(
         _enter(service, S.STOPPING, now_s, reason=reason),
         after_stop=after,
         is_restarting_in_place=False,
         is_held=False,
-        deadline_s=now_s + launch.stop_grace_s + KILL_MARGIN_S,
+        deadline_s=now_s + min(most_s, launch.stop_grace_s + KILL_MARGIN_S),
     )
     return stopping, (Effect.STOP,)
 

@@ -310,6 +310,8 @@ def test_a_stop_escalates_to_sigkill_and_a_process_that_outlives_it_is_a_failure
     how = launch(stop_grace_s=10.0)
     service, effects = play(how, *UP, (6.0, StopAsked()), (17.9, Tick()), (18.0, Tick()))
     assert effects == [SPAWN, STOP, KILL]
+    soon = RestartRequired("restarted because mps restarts", grace_s=5.0)
+    assert play(how, *UP, (6.0, soon), (10.9, Tick()), (11.0, Tick()))[1] == [SPAWN, STOP, KILL]
     service, effects = play(how, (18.0 + UNKILLABLE_AFTER_S, Tick()), service=service)
     assert (service.state, service.has_process, effects) == (S.FAILED, True, [])
     service, effects = play(how, (99.0, StartAsked()), (99.0, Admitted()), service=service)

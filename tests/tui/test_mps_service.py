@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -209,5 +210,21 @@ def test_a_daemon_whose_socket_folder_vanished_ends_so_that_no_restarted_service
         pipes.mkdir(mode=0o700)  # by who cleans up, or by the supervisor
         assert daemon.watch(server, signals.fileno()) == 1
     assert f"the folder of its socket, {pipes}, was removed" in capfd.readouterr().out
+    left = read_stat(server)
+    assert left is None or left.is_dead
+
+
+def test_a_daemon_with_a_fault_on_a_gpu_ends_so_that_clients_restart_whatever_their_logs_say(
+    environment: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    signals, sender = socket.socketpair()  # no signal comes
+    with signals, sender, Daemon(environment) as daemon:
+        server = daemon.start_server(lambda: False)
+        assert server is not None
+        os.kill(int(Path(environment[mps_process.PIPES], "nvidia-cuda-mps-control.pid").read_text()), signal.SIGUSR1)
+        assert daemon.watch(server, signals.fileno()) == 1
+    output = capfd.readouterr().out
+    assert "encountered a fatal GPU error" in output
+    assert "MPS: a GPU had a fatal fault" in output
     left = read_stat(server)
     assert left is None or left.is_dead
