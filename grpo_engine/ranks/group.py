@@ -81,7 +81,7 @@ class RankGroup:
         self._leaving: Leaving | None = None
         if place is None:
             return
-        self._leaving = Leaving()
+        self._leaving = Leaving(device)
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
         raise_descriptor_limit()  # Gloo aborts the process when it is out of them

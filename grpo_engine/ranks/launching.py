@@ -37,7 +37,7 @@ from grpo_engine.ranks.place import (
 )
 from grpo_engine.ranks.positions import POSITIONS_FILE, PositionFile
 from grpo_engine.ranks.starting import ForkedRank, RankProcess, start_program
-from grpo_engine.ranks.watching import RankWatch, Report, Stall
+from grpo_engine.ranks.watching import STACKS_SIGNAL, RankWatch, Report, Stall
 from grpo_engine.wire.environment_variables import MACHINE_ADDRESS_VARIABLE
 
 LOOPBACK = "lo"
@@ -50,6 +50,8 @@ SAME_TIME_S = 1.0
 GRACE_S = 5.0
 """Between the first rank's failure and SIGKILL for the others: some wait in a collective operation of Gloo, where no
 signal is handled."""
+STACKS_WITHIN_S = 0.2
+"""For a rank that is killed to write where it hangs."""
 
 log = logging.getLogger(__name__)
 
@@ -239,5 +241,8 @@ def _end(ranks: Sequence[RankProcess]) -> None:
         try:
             rank.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
+            log.warning("process %d has not exited after %g s: its stacks, then SIGKILL", rank.pid, GRACE_S)
+            rank.send_signal(STACKS_SIGNAL)
+            time.sleep(STACKS_WITHIN_S)
             rank.kill()
             rank.wait()

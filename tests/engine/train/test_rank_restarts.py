@@ -41,7 +41,7 @@ raise SystemExit(restarts.run(partial(launch_ranks, ["false"], num_local=2, run=
 SIGTERM to one of them."""
 
 IN_A_KERNEL = """
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from grpo_engine.ranks import leaving
 from grpo_engine.ranks.launching import launch_ranks
@@ -53,8 +53,11 @@ def rank():
             time.sleep(0.01)
         return 3
     signal.signal(signal.SIGTERM, lambda *_: None)
-    leaving._abort_operations = lambda: os.write(1, b"aborted") and os._exit(0)
-    leaving.Leaving()
+    leaving._abort_operations = lambda: os.write(1, b"aborted")
+    leaving.EXITS_WITHIN_S = 0.01
+    leaving.wait_for_gpu = lambda device: os.write(1, b" and idle")
+    threading.Thread(target=signal.pause, daemon=True).start()  # as those of CUDA, it may receive the signal
+    leaving.Leaving("cuda:0")
     is_there.touch()
     ctypes.CDLL(None).sleep(60)  # no handler of Python runs meanwhile
     return 0
@@ -137,7 +140,7 @@ def test_a_launcher_that_waits_to_be_asked_is_stopped_at_once(launcher: Launcher
 def test_a_rank_in_an_operation_of_nccl_is_asked_to_end_it_and_not_killed() -> None:
     """A process that is killed within a kernel under MPS is a fault of all that share the card."""
     ended = subprocess.run([sys.executable, "-c", IN_A_KERNEL], capture_output=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout) == (3, b"aborted"), ended.stderr.decode()
+    assert (ended.returncode, ended.stdout) == (3, b"aborted and idle"), ended.stderr.decode()
 
 
 def test_the_rank_that_was_killed_is_named_and_not_one_that_failed_since() -> None:
