@@ -129,6 +129,11 @@ def descendants(pid: int) -> list[ProcessIdentity]:
     return [process.identity for process in processes if process.identity.pid in below]
 
 
+def children(pid: int) -> list[ProcessIdentity]:
+    """Those of a process, without zombies."""
+    return [each.identity for each in _all_processes() if each.parent == pid and not each.is_zombie]
+
+
 def terminate(
     find: Callable[[], Collection[ProcessIdentity]], *, grace_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> bool:

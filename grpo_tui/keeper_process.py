@@ -34,6 +34,8 @@ KILL_NOW = (signal.SIGINT, signal.SIGUSR1)
 OPEN_GATE = signal.SIGUSR2
 LEFTOVER_GRACE_S = 0.15
 """From SIGTERM to SIGKILL for processes that outlive the main process: enough to clean up."""
+LEFTOVER_GRACE_ON_GPU_S = 3.0
+"""The same where they may compute on a GPU: under MPS, a client that is killed within a kernel can end all others."""
 KILL_ROUND_S = 0.01
 """Between two rounds of SIGKILL: a process may fork while the others are killed."""
 UNKILLABLE_AFTER_S = 5.0
@@ -73,6 +75,8 @@ class Spec(NamedTuple):
     """Priority; 0: that of the keeper."""
     shown_argv: list[str] | None = None
     """`argv` with its secrets masked, for the log; None: it has none."""
+    leftover_grace_s: float = LEFTOVER_GRACE_S
+    """From SIGTERM to SIGKILL for processes that outlive the main process."""
     gate_variable: str | None = None
     """Variable that gets the number of the descriptor from which a service that is started held reads one byte before
     it begins; None: it is not held."""
@@ -278,7 +282,7 @@ class Keeper:
                 self._ended_at = time.time()
                 self._save("exited")
                 if self._kill_at is None:
-                    self._kill_at = time.monotonic() + LEFTOVER_GRACE_S
+                    self._kill_at = time.monotonic() + self._spec.leftover_grace_s
 
     def _wait(self) -> set[int]:
         """Sleep until a signal arrives or a grace period is over; return the signals that arrived."""
@@ -334,9 +338,10 @@ class Keeper:
                 send_signal(self._main, number)
 
     def _terminate_leftovers(self) -> None:
-        """Send SIGTERM to each process that outlived the main process and has not got it yet."""
+        """Send SIGTERM to each process that outlived its parent and has not got it yet: those below it end with it."""
         for process in self._below():
-            if process.is_dead or (process.pid, process.start_ticks) in self._signalled:
+            is_child = process.parent == os.getpid()
+            if not is_child or process.is_dead or (process.pid, process.start_ticks) in self._signalled:
                 continue
             self._signalled.add((process.pid, process.start_ticks))
             self._ended.setdefault(process.pid, (process.comm, "SIGTERM"))

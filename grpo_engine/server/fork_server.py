@@ -36,8 +36,10 @@ from grpo_engine.importing import collecting_nothing
 from grpo_engine.processes import (
     ProcessIdentity,
     become_subreaper,
+    children,
     descendants,
     die_with_parent,
+    is_resource_tracker,
     kill_trackers_last,
     running,
     terminate,
@@ -183,7 +185,7 @@ class ForkServer:
                     if not is_stopping:
                         terminate(self._find_server, grace_s=_GRACE_S, sleep=self._wait)
                         refuse_connections(self._listener)  # a server that was killed did not
-                        self._kill_descendants()
+                        self._end_descendants()
                         return True
                 case signal.SIGHUP if self._handlers[signal.SIGHUP] is signal.SIG_IGN:
                     continue  # nohup
@@ -193,7 +195,7 @@ class ForkServer:
                         os.kill(self._server, signal.SIGKILL if is_stopping else signal.SIGTERM)
                     is_stopping = True
         self._is_stopping = is_stopping
-        self._kill_descendants()
+        self._end_descendants()
         return False
 
     def _is_asked_after_a_kill(self) -> bool:
@@ -218,17 +220,27 @@ class ForkServer:
         """Whether SIGHUP means that the terminal is gone, rather than a restart."""
         return self._had_terminal and not _has_terminal()
 
-    def _kill_descendants(self) -> None:
-        """Kill what is left of the inference server and its descendants, and return when no process is left.
+    def _end_descendants(self) -> None:
+        """End what is left of the inference server and its descendants, and return when no process is left.
+
+        An engine whose server was killed ends its step first: under MPS, one that is killed within a kernel can end
+        the trainer too.
 
         Raises:
             GrpoError: a process survives SIGKILL.
         """
+        if self._exit_code is not None:
+            terminate(self._find_orphans, grace_s=_GRACE_S, sleep=self._wait)
         if why := kill_trackers_last(self._find_descendants, sleep=self._wait):
             raise GrpoError(f"fork server: {why}")
 
     def _find_server(self) -> list[ProcessIdentity]:
         return running(self._server) if self._reap() and self._exit_code is None else []
+
+    def _find_orphans(self) -> list[ProcessIdentity]:
+        """Children, but for resource trackers, which exit after those that they serve."""
+        found = children(os.getpid()) if self._reap() else []
+        return [process for process in found if not is_resource_tracker(process)]
 
     def _find_descendants(self) -> list[ProcessIdentity]:
         return descendants(os.getpid()) if self._reap() else []

@@ -2,8 +2,8 @@
 
 In the foreground (`-f`) it makes the files of a daemon, and for the first `start_server` a child with the name of the
 server; otherwise it sends the commands on its input to the daemon and prints the answers. `MPS_FAKE` chooses a fault:
-`refuses` exits at once, `no-server` starts none, `stays` ignores `quit`. SIGUSR1 has it log a fault on a GPU. Good enough since nothing here looks at what
-the server does for its clients.
+`refuses` exits at once, `no-server` starts none, `stays` ignores `quit`. SIGUSR1 has it log a fault on a GPU. Good
+enough since nothing here looks at what the server does for its clients.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def daemon():
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "control"))
     listener.listen()
-    fatal = b"[Server] Client {{PID: 1}} encountered a fatal GPU error.\\n[Server] Server is handling a fatal GPU error.\\n"
+    fatal = b"Client {{PID: 1}} encountered a fatal GPU error.\\nServer is handling a fatal GPU error.\\n"
     signal.signal(signal.SIGUSR1, lambda *_: os.write(1, fatal))
     (folder / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
     (logs / "server.log").write_text("the driver refuses\\n" if fault == "no-server" else "")

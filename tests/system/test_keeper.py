@@ -105,6 +105,33 @@ async def test_when_the_main_process_is_killed_its_workers_are_ended_too(stage: 
 
 
 @pytest.mark.slow
+async def test_an_engine_on_a_gpu_whose_server_was_killed_ends_its_workers_itself(stage: Stage) -> None:
+    engine = """
+import os, signal, sys, time
+def stop(*_):
+    time.sleep(0.3)  # its step ends, after more time than leftovers get without a GPU
+    os.kill(worker, signal.SIGUSR1)
+    open(sys.argv[1], "w").write(str(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])))
+    sys.exit()
+signal.signal(signal.SIGTERM, stop)
+worker = os.fork()
+if not worker:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
+    print("up", flush=True)
+while True: signal.pause()
+"""
+    ended = stage.folder / "ended"
+    keeper = await stage.start("sh", "-c", '"$@" & wait', "sh", *python(engine, ended, stage.token), gpus=(0,))
+    await stage.says("up")
+    assert keeper.main_pid is not None
+    os.kill(keeper.main_pid, signal.SIGKILL)
+    report = await keeper.exited()
+    assert ended.read_text() == "7"
+    assert len(report.ended) == 1
+
+
+@pytest.mark.slow
 async def test_the_process_group_has_the_whole_grace_period_when_its_shell_exits_at_once(
     stage: Stage,
 ) -> None:

@@ -263,6 +263,7 @@ def _spec(launch: Launch, attempt: int, run_folder: Path) -> keeper_process.Spec
         state=str(keeper_state_file(folder, launch.name, attempt)),
         stop_signal=launch.stop_signal,
         grace_s=launch.stop_grace_s,
+        leftover_grace_s=keeper_process.LEFTOVER_GRACE_ON_GPU_S if launch.gpus else keeper_process.LEFTOVER_GRACE_S,
         cpus=None if launch.cpus is None else list(launch.cpus),
         nice=launch.nice,
         shown_argv=masked_argv(launch.argv),

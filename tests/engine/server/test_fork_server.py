@@ -175,6 +175,31 @@ def test_a_fork_server_outlives_its_killed_server_and_forks_the_next_one_when_it
         assert server.process.wait(30) == -signal.SIGKILL
 
 
+ENGINE = """
+import os, socket, subprocess, sys
+from grpo_engine.server import fork_server
+from grpo_engine.server.config import ServerConfig
+
+def serve(config, listener):
+    engine = f"trap 'sleep 0.1; echo > {sys.argv[1]}; exit' TERM; echo up; while :; do sleep 0.01; done"
+    process = subprocess.Popen(["sh", "-c", engine], stdout=subprocess.PIPE, start_new_session=True)
+    process.stdout.readline()
+    os.kill(os.getpid(), 9)
+
+fork_server.preload = lambda config: None
+fork_server.ForkServer(ServerConfig(engine="torch", model_name="none"), socket.socket(), serve).run()
+"""
+"""A server that is killed, and its engine, which needs a while to end its step."""
+
+
+def test_an_engine_whose_server_was_killed_ends_its_step_first(tmp_path: Path) -> None:
+    """Under MPS, one that is killed within a kernel can end the trainer too."""
+    ended = tmp_path / "ended"
+    command = [sys.executable, "-c", ENGINE, str(ended)]
+    assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
+    assert ended.exists()
+
+
 @pytest.mark.parametrize(
     ("number", "is_supervised"), [(signal.SIGKILL, False), (signal.SIGABRT, False), (signal.SIGABRT, True)]
 )
