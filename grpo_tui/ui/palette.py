@@ -9,10 +9,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
+from textual.await_complete import AwaitComplete
 from textual.command import CommandPalette, DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 from textual.dom import DOMNode
+from textual.errors import NoWidget
 from textual.fuzzy import Matcher
+from textual.geometry import Region
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Input, OptionList
 
 from grpo_engine.wire.supervisor import ServiceStatus
 from grpo_tui.ui.keys import FIRST_EVERYWHERE, LAST_EVERYWHERE, PLACES, Key
@@ -29,6 +35,27 @@ class Palette(CommandPalette, ClosesOnce[None]):
     def _action_command_list(self, action: str) -> None:
         with suppress(KeyError):  # a page up or down in a list that has no lines yet
             super()._action_command_list(action)
+
+    def dismiss(self, result: None = None) -> AwaitComplete:
+        """Close it, and end its search, which would find no list; once it is mounted, where a key came before."""
+        if not self.is_mounted:
+            self.call_later(self._action_escape)
+            return AwaitComplete()
+        self._cancel_gather_commands()
+        return super().dismiss(result)
+
+    def get_widget_at(self, x: int, y: int) -> tuple[Widget, Region]:
+        """Its background where nothing is: a click may come from a terminal that has become smaller since."""
+        try:
+            return super().get_widget_at(x, y)
+        except NoWidget:
+            return self, self.region
+
+    async def _on_message(self, message: Message) -> None:
+        """Leave out what was typed or chosen before it was closed, and comes now: a search would find no list."""
+        is_of_its_parts = isinstance(message, Input.Changed | Input.Submitted | OptionList.OptionMessage)
+        if not is_of_its_parts or self in self.app.screen_stack:
+            await super()._on_message(message)
 
 
 class RunApp(Protocol):

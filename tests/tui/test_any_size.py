@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from machine_fakes import machine, on_machines
-from screen_fakes import gpu, metrics_line, run_status, service, state_after
+from screen_fakes import NOW, gpu, metrics_line, run_status, service, state_after
 from shown_screen import LARGE, SMALL, shown
 
 from grpo_engine.wire.supervisor import Snapshot, UsageSampled
-from grpo_tui.ui.screens.logs import SUPERVISOR
+from grpo_tui.ui.screens.logs import SUPERVISOR, LogsScreen
 from grpo_tui.ui.screens.reading import ReadingScreen
 from grpo_tui.ui.widgets.gpu_report import GpuReport
 from grpo_tui.ui.widgets.lines import Lines
@@ -23,6 +23,8 @@ from grpo_tui.ui.widgets.main.warnings_bar import WarningsBar
 from grpo_tui.ui.widgets.metric_list import MetricList
 from grpo_tui.ui.widgets.plot_panel import PlotPanel
 from grpo_tui.view.gpus.state import moment_of
+from grpo_tui.view.logs.reader import LogFile, LogReader
+from grpo_tui.view.state import ViewState
 
 PHASES = {"time/sampling": 6.0, "time/training": 3.0, "time/syncing": 1.0, "memory/sampling_gb": 31.2}
 PARTS = [ServicesTable, GpuPanel, MetricsPanel, MetricList, WarningsBar, StartPanel, GpuReport, PlotPanel]
@@ -64,6 +66,17 @@ async def test_logs_of_services_that_are_gone_are_read_again(tmp_path: Path) -> 
         await screen.until(lambda: screen.app.state.logs.services == ("env", SUPERVISOR))
         await screen.until_text(LogPage, "env: step 39")
         assert "trainer: step 39" not in screen.text(LogPage)
+
+
+def test_other_logs_that_are_chosen_while_those_of_a_moment_are_read_end_no_screen(tmp_path: Path) -> None:
+    """The thread that reads has the reader of before."""
+    (tmp_path / "env.log").write_text("2026-01-31 14:03:05 step 1\n")
+    screen = LogsScreen(ViewState(run_folder=tmp_path, now=NOW))
+    screen._until = NOW + 1e9
+    before = LogReader([LogFile(name="env", path=tmp_path / "env.log")])
+    assert screen._extent(before).ends == (27,)
+    assert screen._extent(LogReader([LogFile(name="api", path=tmp_path / "api.log")])).ends == (0,)
+    assert screen._extent(before).ends == (27,)
 
 
 def test_a_gpu_of_an_index_below_0_has_no_figures_where_there_is_none() -> None:

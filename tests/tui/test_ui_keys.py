@@ -12,6 +12,7 @@ from shown_screen import LARGE, SMALL, shown
 from textual.app import App
 from textual.command import CommandList, CommandPalette
 from textual.content import Content
+from textual.widgets import Input
 
 from grpo_engine.wire.supervisor import ServiceState
 from grpo_tui.ui.board.keys import ON_BOARD
@@ -20,6 +21,7 @@ from grpo_tui.ui.keys import EVERYWHERE, ON_MAIN
 from grpo_tui.ui.palette import RunCommands
 from grpo_tui.ui.preferences import Preferences
 from grpo_tui.ui.screens.confirm import ConfirmScreen
+from grpo_tui.ui.screens.gpus import GpusScreen
 from grpo_tui.ui.screens.main import MainScreen
 from grpo_tui.ui.terminal.resumable_driver import ResumableDriver
 from grpo_tui.ui.widgets.frame.activity_line import FIRST_WATCHING_WORDS, FIRST_WORDS, ActivityLine
@@ -114,6 +116,23 @@ async def test_the_palette_finds_every_key_service_and_screen_by_words_and_nothi
             await screen.press("enter")
             await screen.until_screen(MainScreen)
         await screen.until_commands(("stop", "api"), ("restart", "vllm"))
+
+
+@slow
+async def test_keys_that_come_before_the_palette_is_there_or_after_it_was_closed_end_no_screen(tmp_path: Path) -> None:
+    async with shown(tmp_path) as screen:
+        screen.app.action_command_palette()
+        screen.app.screen._action_escape()  # type: ignore[attr-defined]
+        await screen.until_screen(MainScreen)
+        await screen.press("ctrl+p")
+        await screen.until_screen(CommandPalette)
+        palette = screen.app.screen
+        assert palette.get_widget_at(500, 500)[0] is palette  # a click before the terminal became smaller
+        typed = Input.Changed(palette.query_one(Input), "zz")
+        await palette.dismiss()
+        await palette._on_message(typed)
+        await screen.press("2")
+        await screen.until_screen(GpusScreen)
 
 
 @slow

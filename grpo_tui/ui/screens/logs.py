@@ -110,9 +110,8 @@ class LogsScreen(RunScreen):
         super().__init__(state)
         self._drawn = asyncio.Event()
         self._reader = LogReader(())
-        self._reads: tuple[LogFile, ...] = ()
         self._until: float | None = None
-        self._limits: tuple[float, Cut] | None = None
+        self._limits: tuple[float, LogReader, Cut] | None = None
         self._counter: MatchCount | None = None
         self._counts: tuple[object, ...] = ()
         """The inputs of the last count."""
@@ -190,8 +189,8 @@ class LogsScreen(RunScreen):
     def _reader_for(self, state: ViewState) -> LogReader:
         """The reader of the logs that are shown; the same while they are."""
         files = tuple(LogFile(name=name, path=_path(state, name)) for name in state.logs.shown_services)
-        if files != self._reads:
-            self._reads, self._reader, self._limits = files, LogReader(files), None
+        if files != self._reader.files:
+            self._reader = LogReader(files)
         return self._reader
 
     def _extent(self, reader: LogReader) -> Extent:
@@ -199,9 +198,10 @@ class LogsScreen(RunScreen):
         extent, until = reader.extent(), self._until
         if until is None:
             return extent
-        if self._limits is None or self._limits[0] != until or len(self._limits[1]) != len(extent.ends):
-            self._limits = until, self._ends_at(until, reader, extent)
-        ends = tuple(min(*pair) for pair in zip(self._limits[1], extent.ends, strict=True))
+        limits = self._limits
+        if limits is None or limits[:2] != (until, reader):
+            limits = self._limits = until, reader, self._ends_at(until, reader, extent)
+        ends = tuple(min(*pair) for pair in zip(limits[2], extent.ends, strict=True))
         return replace(extent, ends=ends, is_final=True)
 
     def _ends_at(self, moment: float, reader: LogReader, extent: Extent) -> Cut:
@@ -214,7 +214,7 @@ class LogsScreen(RunScreen):
         by_lines = reader.at_time(moment, extent.ends)
         return tuple(
             reader.whole_lines_end(file.name, told[file.name]) if file.name in told else end
-            for file, end in zip(self._reads, by_lines, strict=True)
+            for file, end in zip(reader.files, by_lines, strict=True)
         )
 
     def _opened(self, reader: LogReader, logs: LogsView) -> LogChange:
