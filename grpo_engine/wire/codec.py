@@ -195,7 +195,14 @@ def read_whole(path: Path, *, max_bytes: int = MAX_FILE_BYTES, max_marks: int = 
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Replace `path` atomically: readers see the old content or the new, also after a crash."""
+    """Replace `path` atomically: readers see the old content or the new, also after a crash.
+
+    Raises:
+        OSError: it cannot be written, or is a device: root could replace `/dev/null` for the whole machine.
+    """
+    with suppress(FileNotFoundError):
+        if stat.S_ISCHR(kind := path.lstat().st_mode) or stat.S_ISBLK(kind):
+            raise OSError(errno.EINVAL, "a device, which is not replaced by a file")
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     beside.unlink(missing_ok=True)  # of an earlier process with this number, or laid there by another user
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)

@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from grpo_engine.errors import GrpoError, PeerError
-from grpo_engine.wire.codec import write_atomically
 from grpo_tui.cli.arguments import JsonOption
-from grpo_tui.cli.printing import table, write_bytes, write_line
+from grpo_tui.cli.printing import table, write_bytes, write_file, write_line
 from grpo_tui.client.local import Run, find_run, look_at, stored_status
 from grpo_tui.run_files.metrics import all_steps
 from grpo_tui.run_files.resolved import read_resolved
@@ -105,7 +104,7 @@ def _write_page(runs: Sequence[ComparedRun], metrics: Sequence[str], format_: st
         write_bytes(content)
         return
     try:
-        write_atomically(output, content)
+        write_file(output, content)
     except OSError as error:
         raise GrpoError(f"{output} cannot be written: {error.strerror or error}") from None
     write_line(f"{len(runs)} runs are compared in {output}", to_stderr=True)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 MAX_CELL = 1000
 """Characters: each row is as wide as the widest cell of each column."""
@@ -50,6 +51,20 @@ def write_bytes(content: bytes) -> None:
     sys.stdout.flush()
     sys.stdout.buffer.write(content)
     sys.stdout.buffer.flush()
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file that a user named: it is replaced atomically, but a pipe or a device (`/dev/stdout`) is written to.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from grpo_engine.wire.codec import write_atomically
+
+    if path.exists() and (not path.is_file() or path.is_relative_to("/dev")):  # /dev/stdout may lead to a file
+        path.write_bytes(content)
+    else:
+        write_atomically(path, content)
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:

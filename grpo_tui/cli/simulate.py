@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from grpo_engine.errors import GrpoError
-from grpo_engine.wire.codec import write_atomically
 from grpo_tui.cli.arguments import JsonOption, SetOption
 from grpo_tui.cli.overrides import own_overrides
 from grpo_tui.cli.planning import ProfileOption
-from grpo_tui.cli.printing import table, write_line
+from grpo_tui.cli.printing import table, write_file, write_line
 
 if TYPE_CHECKING:
     from grpo_engine.simulate.figures import Figures
@@ -130,7 +129,7 @@ def simulate_command(
     lines = advice(all_, layout.max_staleness)
     if svg is not None:
         try:
-            write_atomically(svg, to_svg(loaded.name, all_).encode())
+            write_file(svg, to_svg(loaded.name, all_).encode())
         except OSError as error:
             raise GrpoError(f"{svg} cannot be written: {error.strerror or error}") from None
     if as_json:

@@ -16,9 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_engine.errors import ConfigError
+from grpo_engine.wire.codec import write_atomically
 from grpo_tui import cli
 from grpo_tui.cli import build_app
 from grpo_tui.cli.overrides import own_overrides, with_set
+from grpo_tui.cli.printing import write_file
 from grpo_tui.client.launch import make_folder
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.profile.loading import load
@@ -169,3 +171,16 @@ def test_a_full_disk_is_a_message_with_the_folder(
         cli.main()
     assert capsys.readouterr().err == f"{tmp_path}: No space left on device: make room, and try again\n"
     assert list((tmp_path / "logs").iterdir()) == []
+
+
+def test_what_is_written_to_a_device_or_a_pipe_does_not_replace_it() -> None:
+    """As root, `compare -o /dev/null` made the null device of the machine a file."""
+    ours, theirs = os.openpty()
+    device, (read, write) = Path(os.ttyname(theirs)), os.pipe()
+    write_file(device, b"to the device")
+    write_file(Path(f"/dev/fd/{write}"), b"to the pipe")
+    assert (os.read(ours, 100), os.read(read, 100)) == (b"to the device", b"to the pipe")
+    with pytest.raises(OSError, match="a device, which is not replaced"):
+        write_atomically(device, b"")
+    for descriptor in (ours, theirs, read, write):
+        os.close(descriptor)
