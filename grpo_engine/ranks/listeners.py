@@ -1,8 +1,11 @@
 """The sockets on which Gloo listens: open while a group meets, then closed to everybody.
 
 Gloo accepts whoever connects, keeps the connections for as long as the group lives, and aborts the process when it is
-out of descriptors. It also aborts when its socket no longer listens, so the socket stays, with a filter of the kernel
-that drops every packet: a connection is never made. Connections that exist go on. Linux only.
+out of descriptors. It aborts when its socket no longer listens, and `Loop::unregisterDescriptor` throws where its epoll
+instance has lost the socket. So the socket stays there, watched for nothing: Gloo accepts no further connection, and
+the kernel keeps one or two that wait. Connections that exist go on. Linux only.
+
+A socket filter that drops packets would take a privilege: Linux 6.18.44 refuses one on TCP without `CAP_NET_ADMIN`.
 """
 
 from __future__ import annotations
@@ -10,62 +13,81 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
 import re
 import socket
 import stat
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_SO_ATTACH_FILTER = 26
-_DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)
-"""A classic BPF program: return 0 bytes of the packet."""
+_EPOLL_CTL_MOD = 3
 _FILES, _FILE_INFORMATION = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Watched:
+    """A descriptor that an epoll instance of this process watches."""
+
+    instance: int
+    descriptor: int
+    data: int
+    """What the instance returns with its events; Gloo's is the address of an object."""
+
+
+class _EpollEvent(ctypes.Structure):
+    """`struct epoll_event`; `select.epoll` sets half of the data."""
+
+    if platform.machine() == "x86_64":
+        _pack_ = 1
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
 
 
 @contextmanager
 def closed_to_others() -> Iterator[None]:
-    """Around the making of Gloo's groups: from its end on, nobody can connect to the sockets that listen since.
+    """Around the making of Gloo's groups: from its end on, no connection is accepted by the sockets that listen since.
 
-    Only to those that an epoll instance watches, as Gloo's are. Nothing else may open a port within.
+    Only by those that an epoll instance watches, as Gloo's are. Nothing else may open a port within.
     """
     before = set(_listeners())
     yield
-    for inode, descriptor in _listeners().items():
+    for inode, listener in _listeners().items():
         if inode not in before:
-            _drop_packets(descriptor)
+            _accept_no_more(listener)
 
 
-def _drop_packets(descriptor: int) -> None:
-    program = ctypes.create_string_buffer(_DROP, len(_DROP))
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
-    except OSError as error:  # a sandbox without Linux's kernel
-        log.warning("a port of a process group still accepts connections: the kernel takes no socket filter: %s", error)
+def _accept_no_more(listener: _Watched) -> None:
+    libc, nothing = ctypes.CDLL(None, use_errno=True), _EpollEvent(events=0, data=listener.data)
+    if libc.epoll_ctl(listener.instance, _EPOLL_CTL_MOD, listener.descriptor, ctypes.byref(nothing)):
+        reason = os.strerror(ctypes.get_errno())
+        log.warning("a port of a process group still accepts connections, of other users too: %s", reason)
+        return
+    with socket.socket(fileno=os.dup(listener.descriptor)) as own:
+        own.listen(0)  # with a connection that waits to be accepted, the kernel drops further ones
 
 
-def _listeners() -> dict[int, int]:
-    """Inode → descriptor of the listening sockets of this process that an epoll instance watches."""
+def _listeners() -> dict[int, _Watched]:
+    """Inode → listening sockets of this process that an epoll instance watches."""
     listeners = {}
-    for descriptor in _watched():
+    for watched in _watched():
         with suppress(OSError):  # closed since, or not a socket
-            if stat.S_ISSOCK((status := os.fstat(descriptor)).st_mode):
-                with socket.socket(fileno=os.dup(descriptor)) as one:
+            if stat.S_ISSOCK((status := os.fstat(watched.descriptor)).st_mode):
+                with socket.socket(fileno=os.dup(watched.descriptor)) as one:
                     if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        listeners[status.st_ino] = descriptor
+                        listeners[status.st_ino] = watched
     return listeners
 
 
-def _watched() -> set[int]:
-    """The descriptors that epoll instances of this process watch."""
-    watched: set[int] = set()
+def _watched() -> list[_Watched]:
+    """What epoll instances of this process watch."""
+    watched = []
     for name in os.listdir(_FILES):
         with suppress(OSError):
             if os.readlink(_FILES / name) == "anon_inode:[eventpoll]":
                 entries = (_FILE_INFORMATION / name).read_text()
-                watched.update(map(int, re.findall(r"^tfd:\s*(\d+)", entries, re.MULTILINE)))
+                for descriptor, data in re.findall(r"^tfd:\s*(\d+).*?data:\s*([0-9a-f]+)", entries, re.MULTILINE):
+                    watched.append(_Watched(instance=int(name), descriptor=int(descriptor), data=int(data, 16)))
     return watched
