@@ -26,7 +26,7 @@ from grpo_engine.config import (
     with_absolute_paths,
 )
 from grpo_engine.errors import ConfigError
-from grpo_engine.wire.secrets import is_secret_name
+from grpo_engine.wire.secrets import is_secret_name, masked_text, masked_value
 from grpo_tui.paths import PROFILES, available_profiles
 from grpo_tui.profile.loaded import LoadedProfile
 from grpo_tui.profile.model import Profile, profile_type
@@ -174,8 +174,8 @@ def written_at(fault: Fault, path: Path, overrides: Sequence[str], *, or_all: bo
     same = [override for override, key in keys.items() if key == fault.key]
     near = [override for override, key in keys.items() if _is_inside(fault.key, key) or _is_inside(key, fault.key)]
     responsible = same[-1:] or near or (overrides if or_all else ())
-    where = ", ".join(f"--set {override}" for override in responsible) or str(path)
-    return ": ".join(part for part in (where, "" if same else fault.key, fault.text) if part)
+    where = ", ".join(f"--set {masked_value('', override)}" for override in responsible) or str(path)
+    return ": ".join(part for part in (where, "" if same else fault.key, masked_text(fault.text)) if part)
 
 
 def require_needs(loaded: LoadedProfile) -> None:

@@ -132,7 +132,8 @@ def begin(asked: Asked, name: str | None, logs: Path = LOGS) -> Sweep:
     asked = asked.model_copy(update={"profile": str(path), "id": secrets.token_hex(8)})
     if len(content := asked.to_toml().encode()) > MAX_ASKED_BYTES:
         raise ConfigError(f"the settings of sweep {name} have more than {MAX_ASKED_BYTES:,} bytes: shorten the longest")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    for parent in (folder.parent.parent, folder.parent):  # the former is the folder of all runs
+        parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     beside = folder.with_name(f".{name}.{os.getpid()}.tmp")
     try:
         beside.mkdir(mode=0o700)

@@ -77,6 +77,19 @@ def test_a_sweep_that_others_may_write_to_is_shown_and_neither_run_nor_ended(
     assert "services" not in capsys.readouterr().err
 
 
+def test_the_folder_of_runs_that_a_sweep_makes_is_written_by_its_owner_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.toml").write_text('[services.t]\nkind = "command"\nargv = ["true"]\n')
+    before = os.umask(0)
+    try:
+        made = begin(Asked(profile="p.toml", settings={"services.t.env.V": ["x", "y"]}), "s")
+    finally:
+        os.umask(before)
+    assert [oct(each.stat().st_mode & 0o777) for each in (made.logs, made.folder.parent)] == ["0o755"] * 2
+
+
 def test_a_sweep_that_has_points_left_is_stopped_and_goes_on_by_resume(
     sweep: Sweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
