@@ -32,6 +32,7 @@ from grpo_engine.ranks.place import rank_place
 from grpo_engine.ranks.restarting import RankRestarts
 from grpo_engine.wire.environment_variables import RESTARTS_VARIABLE
 from grpo_engine.wire.fork_server import RESTART_SIGNAL
+from grpo_engine.wire.secrets import masked_text, with_secrets
 from grpo_engine.wire.terminal_text import log_to_stderr, printable
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _exit_code(name: str, run: Callable[[], int]) -> int:
         return run()
     except GrpoError as error:
         who = f"grpo-engine {name}: "  # messages about settings have the prefix already, on each line
-        print(printable(who + str(error).removeprefix(who), keep="\n\t"), file=sys.stderr)
+        print(printable(masked_text(who + str(error).removeprefix(who)), keep="\n\t"), file=sys.stderr)
         return FINAL_ERROR if error.is_final else 1
     except KeyboardInterrupt:
         return 130
@@ -362,7 +363,7 @@ def _parsed(
 ) -> ConfigT:
     return parse_flags(
         model,
-        argv,
+        with_secrets(argv, os.environ),
         prog=f"grpo-engine {name}",
         description=command.__doc__ or "",
         whose=_command_with,

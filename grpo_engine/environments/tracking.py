@@ -46,8 +46,8 @@ def start_tracker(config: EnvironmentConfig, info: WandbInfo) -> Tracker:
     try:
         import wandb
 
-        set_up_wandb(wandb, None if config.state_file is None else config.state_file.parent)
         with masked_command_line():
+            set_up_wandb(wandb, None if config.state_file is None else config.state_file.parent)
             run = wandb.init(
                 project=info.project,
                 group=info.group or None,

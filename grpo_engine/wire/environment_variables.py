@@ -32,6 +32,9 @@ or by a person."""
 INFERENCE_KEY_VARIABLE = "GRPO_INFERENCE_KEY"
 """API key that environments send to inference servers behind a proxy that asks for one; set by a person, or by the
 supervisor for an environment with `api_key`."""
+SECRET_ARGUMENT_PREFIX = "GRPO_SECRET_ARGUMENT_"
+"""Begins the names of the words that are masked on the command line of one of our services, numbered from 0; set by who
+starts it."""
 BRIDGE_FILE_VARIABLE = "VLLM_BRIDGE_CONFIG_PATH"
 """Path of the bridge file, as users of Atropos know it; set by a person."""
 LOG_FOLDER_VARIABLE = "LOGDIR"

@@ -7,9 +7,12 @@ or as the password of a URL, a login (`-u user:password`) or an ODBC string. Nam
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from grpo_engine.wire.environment_variables import SECRET_ARGUMENT_PREFIX
 
 MASK = "***"
 MIN_SECRET_CHARS = 8
@@ -85,6 +88,19 @@ def masked_argv(argv: Sequence[str]) -> list[str]:
     return [shown for shown, _ in _words(argv)]
 
 
+def without_secrets(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """A command line that every user may read, and the words masked in it, as variables for `with_secrets`."""
+    shown = masked_argv(argv)
+    hidden = [word for word, public in zip(argv, shown, strict=True) if MASK in public]
+    return shown, {f"{SECRET_ARGUMENT_PREFIX}{number}": word for number, word in enumerate(hidden)}
+
+
+def with_secrets(argv: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """The command line that `without_secrets` was given; others as they are."""
+    numbers = itertools.count()
+    return [variables.get(f"{SECRET_ARGUMENT_PREFIX}{next(numbers)}", word) if MASK in word else word for word in argv]
+
+
 def masked_settings(document: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by name, tables nested, as they may be shown."""
     return {key: _masked_setting(key, value) for key, value in document.items()}
@@ -94,9 +110,11 @@ def _masked_setting(key: str, value: Any) -> Any:
     match value:
         case str():
             return masked_value(key, value)
+        case dict() if is_secret_name(key):
+            return {name: _masked_setting(key, each) for name, each in value.items()}
         case dict():
             return masked_settings(value)
-        case list() if all(isinstance(each, str) for each in value):
+        case list() if all(isinstance(each, str) for each in value) and not is_secret_name(key):
             return masked_argv(value)
         case list():
             return [_masked_setting(key, each) for each in value]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import unicodedata
 
+from grpo_engine.wire.secrets import masked_text
+
 
 def printable(text: str, *, keep: str = "") -> str:
     """`text` without control characters (C0, C1), bidirectional controls and invisible characters.
@@ -22,11 +24,14 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats log lines, and tracebacks over several, in which text of other processes may be quoted."""
+    """Formats log lines, and tracebacks over several, in which text of other processes may be quoted.
+
+    Passwords of URLs are masked: W&B is sent what a trainer prints.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """The line without what a terminal would obey."""
-        return printable(super().format(record), keep="\n\t")
+        return printable(masked_text(super().format(record)), keep="\n\t")
 
 
 def log_to_stderr() -> None:

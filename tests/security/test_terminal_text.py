@@ -116,17 +116,19 @@ def test_errors_and_log_lines_of_engine_commands_are_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_words: object) -> int:
-        raise PeerError(f"first\nsecond{OBEYED}")
+        raise PeerError(f"http://u:pw@h\nsecond{OBEYED}")
 
     monkeypatch.setitem(cli.COMMANDS, "env", fails)
     assert cli.main(["env"]) == 1
-    assert capsys.readouterr().err == "grpo-engine env: first\nsecond]0;owned[2J\n"
+    assert capsys.readouterr().err == "grpo-engine env: http://u:***@h\nsecond]0;owned[2J\n"
     try:
         raise ValueError(OBEYED)
     except ValueError:
-        record = logging.LogRecord("x", logging.ERROR, "x.py", 1, "%s", (f"one\ntwo{OBEYED}",), sys.exc_info())
+        record = logging.LogRecord(
+            "x", logging.ERROR, "x.py", 1, "%s", (f"http://u:pw@h\ntwo{OBEYED}",), sys.exc_info()
+        )
     formatted = PrintableFormatter("%(message)s").format(record)
-    assert formatted.startswith("one\ntwo]0;owned[2J\nTraceback")
+    assert formatted.startswith("http://u:***@h\ntwo]0;owned[2J\nTraceback")  # W&B is sent what a trainer prints
     assert formatted.replace("\n", "").isprintable()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from grpo_engine.train.checkpointing.sharded_state import WritingRanks, write_sh
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.wire.checkpoints import TRAINER_SETTINGS
 from grpo_engine.wire.codec import write_json_atomically
+from grpo_engine.wire.secrets import masked_settings
 
 WRITER_THREAD = "checkpoint-writer"
 
@@ -54,7 +56,8 @@ class StagedState:
             write_sharded(folder, self.parts, ranks)
         if ranks.leads:
             checkpoints.write_state_files(folder, **self.files)
-            write_json_atomically(folder / TRAINER_SETTINGS, self.config, mode=0o600)
+            settings = masked_settings(json.loads(self.config.model_dump_json()))  # checkpoints are copied elsewhere
+            write_json_atomically(folder / TRAINER_SETTINGS, settings, mode=0o600)
 
     def abandon(self, ranks: WritingRanks) -> None:
         """In place of `write`, on a rank 0 that has no folder to write into."""

@@ -376,3 +376,5 @@ def test_the_settings_in_a_checkpoint_are_those_of_the_run(tmp_path: Path) -> No
     trainee(config).write_state(tmp_path)
     words = ["--config", str(tmp_path / "trainer-settings.json")]
     assert parse_flags(TrainConfig, words, prog="train", description="") == config
+    trainee(settings(atropos_url="http://run:pw@h:1")).write_state(tmp_path)
+    assert parse_flags(TrainConfig, words, prog="train", description="").atropos_url == "http://run:***@h:1"
