@@ -65,7 +65,7 @@ def test_files_and_variables_that_people_and_scripts_use_keep_their_names() -> N
     assert sorted(variables) == sorted(
         [
             *("GRPO_TUI_RUN", "GRPO_TUI_RUN_FOLDER", "GRPO_TUI_SERVICE", "GRPO_TUI_ATTEMPT", "GRPO_TUI_INFERENCE"),
-            "GRPO_TUI_GATE",
+            *("GRPO_TUI_GATE", "GRPO_SECRET_ARGUMENT_"),
             *("GRPO_TUI_HOOK_", "GRPO_API_TOKEN", "GRPO_API_TOKEN_FILE", "VLLM_BRIDGE_CONFIG_PATH", "LOGDIR"),
             *(
                 "GRPO_FORK_SERVER_PID",

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_engine.wire.secrets import is_secret_name, masked_argv, masked_text, masked_value, secret_values
+from grpo_engine.wire.secrets import (
+    is_secret_name,
+    masked_argv,
+    masked_settings,
+    masked_text,
+    masked_value,
+    secret_values,
+    with_secrets,
+    without_secrets,
+)
 
 
 @pytest.mark.parametrize(
@@ -149,3 +158,17 @@ def test_secrets_that_a_text_repeats_are_those_of_names_flags_and_urls_and_not_s
     ]
     found = {"longest-of-all", "sk-as-one-word", "after-a-sign", "in-the-url"}
     assert secret_values(variables, argv) == found | {"in-a-variable", "as-a-login", "in-a-header"}
+
+
+def test_what_a_list_or_table_with_the_name_of_a_secret_holds_is_masked() -> None:
+    given = {"api_keys": ["a", {"of": "b"}], "credentials": {"id": "c", "port": 1}, "words": ["d", "--token", "e"]}
+    shown = {"api_keys": ["***", {"of": "***"}], "credentials": {"id": "***", "port": 1}}
+    assert masked_settings(given) == {**shown, "words": ["d", "--token", "***"]}
+
+
+def test_words_that_were_masked_are_found_again_among_words_that_are_masks() -> None:
+    argv = ["--url", "http://u:pw@h", "***", "--table", '{"api_key": "k", "x": 1}', "--n", "2"]
+    shown, hidden = without_secrets(argv)
+    assert shown == ["--url", "http://u:***@h", "***", "--table", '{"api_key": "***", "x": 1}', "--n", "2"]
+    assert with_secrets(["serve", *shown, "--more"], hidden) == ["serve", *argv, "--more"]
+    assert with_secrets(shown, {}) == shown

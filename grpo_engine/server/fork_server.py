@@ -52,6 +52,7 @@ from grpo_engine.serving.listening import refuse_connections
 from grpo_engine.wire.environment_variables import FORK_SERVER_VARIABLE, LISTENER_VARIABLE, RESTARTS_VARIABLE
 from grpo_engine.wire.fork_server import ASKED_WITHIN_S, RESTART_SIGNAL, tell_supervisor
 from grpo_engine.wire.log_lines import FORK_SERVER_HAS_IMPORTED, FORK_SERVER_IMPORTS, FORK_SERVER_RESTARTS
+from grpo_engine.wire.secrets import without_secrets
 
 _HANDLED_SIGNALS = frozenset({RESTART_SIGNAL, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
 _GRACE_S = 3.0
@@ -162,12 +163,12 @@ class ForkServer:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _start_program(self) -> int:
-        flags = to_flags(self._config, ServerConfig)
+        flags, hidden = without_secrets(to_flags(self._config, ServerConfig))
         listener = self._listener.fileno()
         return os.posix_spawn(
             sys.executable,
             module_command("grpo_engine", "server", *flags, "--no-standby"),
-            {**os.environ, FORK_SERVER_VARIABLE: str(os.getpid()), LISTENER_VARIABLE: str(listener)},
+            {**os.environ, **hidden, FORK_SERVER_VARIABLE: str(os.getpid()), LISTENER_VARIABLE: str(listener)},
             file_actions=[(os.POSIX_SPAWN_DUP2, listener, listener)],  # on itself: it stays open in the program
             setpgroup=0,
             setsigmask=[],

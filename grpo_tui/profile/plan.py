@@ -89,8 +89,8 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
     return {
         "profile": plan.profile_name,
         "file": str(loaded.path),
-        "model": loaded.profile.model.model_dump(mode="json") if loaded.profile.model else None,
-        "bridge": loaded.profile.bridge.model_dump(mode="json") if loaded.profile.bridge else None,
+        "model": masked_settings(loaded.profile.model.model_dump(mode="json")) if loaded.profile.model else None,
+        "bridge": masked_settings(loaded.profile.bridge.model_dump(mode="json")) if loaded.profile.bridge else None,
         "services": [
             {
                 "name": launch.name,
@@ -109,7 +109,9 @@ def describe(plan: Plan, loaded: LoadedProfile) -> dict[str, Any]:
                 "num_machines": planned_machines(launch, plan.cluster) if launch.num_devices else None,
                 "ranks": [{"rank": rank, "gpu": gpu} for rank, gpu in enumerate(launch.rank_gpus)],
                 "access": launch.access,
-                "ready": launch.ready.model_dump(mode="json", exclude_none=True) if launch.ready else None,
+                "ready": masked_settings(launch.ready.model_dump(mode="json", exclude_none=True))
+                if launch.ready
+                else None,
                 "restart": str(launch.restart),
                 "stop_grace_s": launch.stop_grace_s,
             }

@@ -24,5 +24,5 @@ class AtroposEnvironment(Service, OfPolicy, AtroposEnvConfig):
             name,
             self.kind,
             place,
-            argv=place.engine_command("atropos-env", *to_flags(config, AtroposEnvConfig)),
+            engine=("atropos-env", *to_flags(config, AtroposEnvConfig)),
         )

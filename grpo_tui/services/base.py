@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +20,7 @@ from grpo_engine.config import Config, OfWorkingDirectory, read_file
 from grpo_engine.errors import NO_PATTERN, ConfigError
 from grpo_engine.python_command import module_command
 from grpo_engine.wire.run_folder import policy_folder
+from grpo_engine.wire.secrets import masked_argv, without_secrets
 
 MAX_ENV_FILE_BYTES = 1024 * 1024
 """The kernel takes about twice as much for arguments and environment of a process together."""
@@ -40,9 +41,9 @@ MPS_THREADS, MPS_PRIORITY = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_CLIEN
 
 def _can_be_executed(argv: tuple[str, ...]) -> tuple[str, ...]:
     if not argv[0]:
-        raise ValueError(f"{list(argv)} has no program: its first word is one, e.g. 'python'")
+        raise ValueError(f"{masked_argv(argv)} has no program: its first word is one, e.g. 'python'")
     if any("\0" in word for word in argv):
-        raise ValueError(f"{list(argv)} has a NUL character, which no argument can hold: take it out")
+        raise ValueError(f"{masked_argv(argv)} has a NUL character, which no argument can hold: take it out")
     return argv
 
 
@@ -318,12 +319,20 @@ class Service(Config):
         """
         return None
 
-    def _launch(self, name: str, kind: str, place: Place, **own: Any) -> Launch:
-        """The part of a launch that all kinds share, overridden by `own`."""
+    def _launch(self, name: str, kind: str, place: Place, *, engine: Sequence[str] = (), **own: Any) -> Launch:
+        """The part of a launch that all kinds share, overridden by `own`.
+
+        Args:
+            engine: the command of one of our own services, with its flags: every user can read a command line, so that
+                words with secrets are passed on in its environment.
+        """
+        shown, hidden = without_secrets(engine)
+        if engine:
+            own["argv"] = module_command("grpo_engine", *shown, python=place.python)
         from_files: dict[str, str] = {}
         for file in self.env_files:
             from_files |= read_env_file(place.profile_folder / file, where=f"services.{name}.env_files")
-        environment = {**from_files, **(own.pop("env", None) or {}), **self.env}
+        environment = {**from_files, **(own.pop("env", None) or {}), **self.env, **hidden}
         if self.gpus is not None:
             environment[VISIBLE_DEVICES] = ",".join(str(index) for index in self.gpus)
             environment.setdefault(DEVICE_ORDER, "PCI_BUS_ID")  # as in nvidia-smi; CUDA's default is fastest first
@@ -392,10 +401,6 @@ class Place:
     def of_policy(self, policy: str | None) -> Path:
         """The folder of a policy's files."""
         return policy_folder(self.run_folder, policy)
-
-    def engine_command(self, command: str, *flags: str) -> tuple[str, ...]:
-        """The command line of one of our own services."""
-        return module_command("grpo_engine", command, *flags, python=self.python)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ class Environment(Service, OfPolicy, EnvironmentConfig):
             name,
             self.kind,
             place,
-            argv=place.engine_command("env", *to_flags(config, EnvironmentConfig)),
+            engine=("env", *to_flags(config, EnvironmentConfig)),
             env={name: value for name, value in secrets.items() if value},
             needs_one_replica=True,
             ready=self.ready or Probe(log=ENVIRONMENT_READY.pattern, within_s=300),

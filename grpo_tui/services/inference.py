@@ -112,7 +112,7 @@ class Inference(Service, OfPolicy, ServerConfig):
             name,
             self.kind,
             place,
-            argv=place.engine_command("server", *to_flags(config, ServerConfig)),
+            engine=("server", *to_flags(config, ServerConfig)),
             env=environment,
             restart_in_place=in_place,
             **of_machine,

@@ -49,7 +49,7 @@ class Parameters(Service, OfPolicy, ParametersConfig):
             name,
             self.kind,
             place,
-            argv=place.engine_command("parameters", *to_flags(config, ParametersConfig)),
+            engine=("parameters", *to_flags(config, ParametersConfig)),
             access=access_text(allow_without_token=self.allow_without_token, routes="weights"),
             ports=(self.port, *self.ports),
             machine_folder=folder,

@@ -46,7 +46,7 @@ class Reference(Service, OfPolicy, ReferenceConfig):
             name,
             self.kind,
             place,
-            argv=place.engine_command("reference", *to_flags(self, ReferenceConfig)),
+            engine=("reference", *to_flags(self, ReferenceConfig)),
             access=access_text(allow_without_token=self.allow_without_token, routes="log-probabilities"),
             ports=(self.port, *self.ports),
             ready=self.ready or Probe(http=health, within_s=READY_WITHIN_S, stalled_s=STALLED_S),

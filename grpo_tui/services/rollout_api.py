@@ -33,7 +33,7 @@ class RolloutApi(Service, OfPolicy, ApiConfig):
             name,
             self.kind,
             place,
-            argv=place.engine_command("api", *to_flags(config, ApiConfig)),
+            engine=("api", *to_flags(config, ApiConfig)),
             env={TOKEN_VARIABLE: self.token} if self.token else {},  # every user can read a command line
             access=access_text(allow_without_token=self.allow_without_token, routes="groups, batches, reset"),
             written_folders=() if self.store is None else (place.profile_folder / self.cwd / self.store.parent,),

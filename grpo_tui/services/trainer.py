@@ -153,7 +153,7 @@ class Trainer(Service, OfPolicy, TrainerConfig):
             name,
             self.kind,
             place,
-            argv=place.engine_command("train", *to_flags(config, TrainerConfig)),
+            engine=("train", *to_flags(config, TrainerConfig)),
             env={variable: value for variable, value in environment.items() if value},
             restart_in_place=in_place,
             written_folders=() if self.save_path is None else (place.profile_folder / self.cwd / self.save_path,),

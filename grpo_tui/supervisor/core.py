@@ -183,7 +183,7 @@ class Supervisor:
                 runner.abandon()
 
     def _start_runners(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        known = secrets(self._launches.values(), os.environ)
+        known = secrets(self._launches.values(), os.environ, self._run_folder)
         here: Machine = LocalMachine(
             run=self.run_name, run_folder=self._run_folder, gpu_reader=self._sampler.gpu_reader
         )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 from workplace import Workplace, service
 
+from grpo_engine import cli
+from grpo_engine.environments.atropos.config import AtroposEnvConfig
 from grpo_engine.errors import ConfigError
 from grpo_tui.profile.loading import load
+from grpo_tui.profile.plan import describe, make_plan
 
 IN_ARGV, IN_VARIABLE, IN_FILE, IN_URL = "argv-Eb5tYqKx", "variable-8sTq0PzL", "file-Wm2Ra7Nc", "url-kJ4hVu6D"
 PROGRAM = "import os, sys; print(sys.argv, os.environ['DB_PASSWD'], os.environ['FROM_FILE'], flush=True); sys.exit(3)"
@@ -76,3 +81,45 @@ def test_a_secret_of_the_wrong_type_is_not_in_the_message(tmp_path: Path) -> Non
     assert "OPENAI_API_KEY: input should be a valid string, but this is a list" in said
     assert "but this is 'soon'" in said
     assert IN_VARIABLE not in said
+
+
+OWN_SERVICES = f"""
+[model]
+name = "local/tiny"
+[services.vllm]
+kind = "inference"
+port = 9111
+vllm = {{ hf_token = "{IN_VARIABLE}" }}
+[services.env]
+kind = "atropos_environment"
+file = "env.py"
+python = "python"
+rollout_server_url = "http://run:{IN_URL}@127.0.0.1:8111"
+settings = {{ judge = "***" }}
+server = {{ api_key = "{IN_FILE}" }}
+ready = {{ command = ["true", "--api-key", "{IN_ARGV}"] }}
+"""
+
+
+def test_command_lines_of_our_services_and_the_plan_have_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user could read the key of a judge, and the passwords of URLs, in /proc."""
+    (tmp_path / "p.toml").write_text(OWN_SERVICES)
+    loaded = load(str(tmp_path / "p.toml"))
+    plan = make_plan(loaded, run_folder=tmp_path / "run", python=sys.executable)
+    shown = json.dumps([describe(plan, loaded), [launch.argv for launch in plan.launches]])
+    assert [secret for secret in (IN_ARGV, IN_VARIABLE, IN_FILE, IN_URL) if secret in shown] == []
+    (launch,) = [each for each in plan.launches if each.name == "env"]
+    for name, value in launch.env.items():
+        monkeypatch.setenv(name, value)
+    config = cli._parsed(AtroposEnvConfig, launch.argv[5:], "atropos-env", cli._atropos_env)
+    assert config.rollout_server_url == f"http://run:{IN_URL}@127.0.0.1:8111"
+    assert (config.settings, config.server) == ({"judge": "***"}, {"api_key": IN_FILE})
+
+
+def test_a_refused_override_is_named_without_its_secret(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text('[services.a]\nkind = "command"\nargv = ["true"]\n')
+    with pytest.raises(ConfigError) as refused:
+        load(str(tmp_path / "p.toml"), [f"services.a.envv.API_KEY={IN_VARIABLE}"])
+    assert "--set services.a.envv.API_KEY=***: services.a.envv: unknown setting" in str(refused.value)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from launches import keeper_state, launch
 
+from grpo_engine.wire.access_token import write_token
 from grpo_engine.wire.supervisor import GpuStatus, RunState, RunStatus, ServiceState, ServiceStatus
 from grpo_tui.services.base import Launch, NeedCondition
 from grpo_tui.supervisor.keeper.client import EndedEntry, KeeperState
@@ -229,10 +230,11 @@ def test_secrets_on_the_command_line_of_a_service_are_masked() -> None:
     assert command == "train --api-key '***' --url 'http://u:***@h'"
 
 
-def test_secret_values_are_those_of_variables_named_so_and_of_files() -> None:
+def test_secret_values_are_the_token_and_those_of_variables_named_so_and_of_files(tmp_path: Path) -> None:
+    write_token(tmp_path, "token-of-the-run")
     launches = [
         trainer(env={"MY_PASSWORD": "longest-of-all", "DEBUG_TOKEN": "short", "MODE": "not-a-secret"}),
         trainer(env={"ENDPOINT": "out-of-a-file"}, env_from_files=("ENDPOINT",)),
     ]
-    found = secrets(launches, {"OPENAI_API_KEY": "sk-12345678", "HOME": "/home/somebody"})
-    assert found == ["longest-of-all", "out-of-a-file", "sk-12345678"]
+    found = secrets(launches, {"OPENAI_API_KEY": "sk-12345678", "HOME": "/home/somebody"}, tmp_path)
+    assert found == ["token-of-the-run", "longest-of-all", "out-of-a-file", "sk-12345678"]

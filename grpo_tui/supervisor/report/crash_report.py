@@ -19,9 +19,25 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from grpo_engine.errors import ConfigError
+from grpo_engine.wire.access_token import read_token
 from grpo_engine.wire.codec import write_atomically
-from grpo_engine.wire.run_folder import crash_report_file, crash_report_files, keeper_state_file, service_log
-from grpo_engine.wire.secrets import MIN_SECRET_CHARS, longest_first, masked_argv, masked_text, secret_values
+from grpo_engine.wire.environment_variables import SECRET_ARGUMENT_PREFIX
+from grpo_engine.wire.run_folder import (
+    TOKEN_FILE,
+    crash_report_file,
+    crash_report_files,
+    keeper_state_file,
+    service_log,
+)
+from grpo_engine.wire.secrets import (
+    MIN_SECRET_CHARS,
+    longest_first,
+    masked_argv,
+    masked_text,
+    secret_values,
+    with_secrets,
+)
 from grpo_engine.wire.supervisor import GpuStatus, RunStatus, ServiceState, ServiceStatus
 from grpo_engine.wire.terminal_text import printable
 from grpo_tui.keeper_process import on_one_line
@@ -383,7 +399,7 @@ def write_report(
             facts=machine_facts(run_folder),
             oom_kills=oom_kills,
         )
-        text = printable(masked_text(text, secrets(launches.values(), os.environ)), keep="\n\t")
+        text = printable(masked_text(text, secrets(launches.values(), os.environ, run_folder)), keep="\n\t")
         write_atomically(path, text.encode() + _earlier(path), mode=0o600)
         _drop_surplus(run_folder, service)
     except OSError as error:
@@ -395,11 +411,16 @@ def write_report(
     return path
 
 
-def secrets(launches: Iterable[Launch], environment: Mapping[str, str]) -> list[str]:
-    """Secret values in variables, their files and command lines, the longest first: logs may repeat any of them."""
+def secrets(launches: Iterable[Launch], environment: Mapping[str, str], run_folder: Path) -> list[str]:
+    """The token of a run and secret values in variables, their files and command lines, the longest first: logs may
+    repeat any of them."""
     found = secret_values(environment)
+    with suppress(ConfigError):  # it has none
+        token = read_token(run_folder / TOKEN_FILE, where="token")
+        found |= {token} if len(token) >= MIN_SECRET_CHARS else set()
     for launch in launches:
-        found |= secret_values(launch.env, launch.argv)
+        variables = {name: value for name, value in launch.env.items() if not name.startswith(SECRET_ARGUMENT_PREFIX)}
+        found |= secret_values(variables, with_secrets(launch.argv, launch.env))
         values = {launch.env[name] for name in launch.env_from_files if name in launch.env}
         found |= {value for value in values if len(value) >= MIN_SECRET_CHARS}
     return longest_first(found)
