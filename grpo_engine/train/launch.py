@@ -20,6 +20,7 @@ from grpo_engine.flags import OtherFlags, flags_of_table
 from grpo_engine.python_command import module_command
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.wire.run_folder import HANDOVER_FOLDER
+from grpo_engine.wire.secrets import without_secrets
 
 SERVER_LOG = "vllm.log"
 """In the folder of --log-dir."""
@@ -63,11 +64,12 @@ def run(config: LaunchConfig) -> int:
         config = config.model_copy(update={"bridge": bridge})
     stop = trainer.StopRequest()
     context = trainer.bridge_context(config, config.log_dir, is_stopping=stop)
+    flags, hidden = without_secrets(server_flags(config, context))  # some may come from a file
     server = LocalServer(
-        module_command("grpo_engine", "server", *server_flags(config, context)),
+        module_command("grpo_engine", "server", *flags),
         url=context.server_urls[0],
         log=config.log_dir / SERVER_LOG,
-        environment={**os.environ, **context.server_environment},
+        environment={**os.environ, **context.server_environment, **hidden},
         patience_s=context.patience_s,
         is_stopping=stop,
     )
