@@ -55,6 +55,7 @@ USER_CODE = frozenset({"env", "atropos-env"})
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one service until it exits; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     if not words or words[0] in {"-h", "--help"}:
         print(_usage())
         return 0 if words else FINAL_ERROR
@@ -76,6 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         unfreeze()  # else Triton's bindings report all that was imported as leaks
     return code
+
+
+def _open_streams() -> None:
+    """Have all three streams where a shell has closed some (`>&-`); else a file or socket would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for the whole process
 
 
 def _exit_code(name: str, run: Callable[[], int]) -> int:

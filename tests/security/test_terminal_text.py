@@ -175,3 +175,11 @@ def test_a_key_that_is_no_character_ends_no_screen() -> None:
     typed = "\x1b[1114112ua\x1b[999999999~\x1b[99999999999ub"
     keys = [event.key for event in PasteParser().feed(typed) if isinstance(event, events.Key)]
     assert keys == ["a", "b"]
+
+
+def test_a_command_of_the_engine_has_a_stdout_where_the_shell_has_closed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`grpo-engine server >&-` ended with a traceback at what asks stdout whether it is a terminal, or flushes it."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["--help"]) == 0
+    with sys.stdout as stdout:
+        assert not stdout.isatty()
