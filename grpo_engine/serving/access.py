@@ -12,6 +12,7 @@ import base64
 import binascii
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
@@ -33,6 +34,7 @@ TOKEN_REQUIRED = (
 )
 TOKEN_HEADERS = {"WWW-Authenticate": "Bearer"}
 """Of an answer with status 401."""
+_HOST = re.compile(r"(?:\[(?P<bracketed>[^]]*)\]|(?P<plain>[^:]*))(?::\d*)?")
 TOKEN_KEY = "grpo_engine.token"
 ON_TOKEN_KEY = "grpo_engine.on_token"
 """Of a scope: what is called with the `Token` of the request, by which its connection knows who is at the other end."""
@@ -91,7 +93,10 @@ def is_name_of_this_machine(host: str) -> bool:
 
     No web page can have such a name: a browser looks up neither.
     """
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    parts = _HOST.fullmatch(host)
+    if parts is None:
+        return False
+    name = parts["bracketed"] or parts["plain"] or ""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -44,6 +44,8 @@ async def test_a_name_that_a_page_made_resolve_to_loopback_is_refused_with_the_n
         answer = await client.post("/generate", headers=headers)
         assert (answer.status_code, "'evil.example:8000' is not a name of this machine" in answer.text) == (403, True)
         assert "127.0.0.1 or localhost" in answer.json()["detail"]
+        for host in ("[::1].evil.example", "[::1]evil", "localhost:80.evil.example"):
+            assert (await client.post("/generate", headers={"Host": host})).status_code == 403
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "[::1]:8000", "10.0.0.7:8000"])
