@@ -8,6 +8,7 @@ or as the password of a URL, a login (`-u user:password`) or an ODBC string. Nam
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,8 @@ _SECRET = re.compile(
 _HARMLESS = re.compile(r"(?:FILE|PATH|DIR|FOLDER)S?$|^(?:BOS|EOS|PAD|UNK|STOP)_TOKEN$")
 """Where a secret is kept is none, nor is what a tokenizer calls a token."""
 _URL_PASSWORD = re.compile(r"(?P<before>\b[a-zA-Z][\w+.-]{0,31}://[^\s/:?#'\"]*:)(?P<secret>[^\s/'\"]+)(?=@)")
+_URL_WORD = re.compile(r"\A[a-zA-Z][\w+.-]{0,31}://[^\s/:?#@]*:(?P<secret>[^\s/?#@]+)(?=@)")
+"""A word that is a URL: quotes are part of it."""
 _URL_TOKEN = re.compile(r"(?P<before>\bhttps?://)(?P<secret>[^\s/:@?#'\"]+)(?=@)")
 _URL_HOOK = re.compile(
     r"(?P<before>\bhttps://(?:hooks\.[\w.-]+|[\w.-]+/(?:api/)?(?:web)?hooks?)/)(?P<secret>[^\s'\"]+)"
@@ -103,23 +106,42 @@ def with_secrets(argv: Sequence[str], variables: Mapping[str, str]) -> list[str]
 
 def masked_settings(document: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by name, tables nested, as they may be shown."""
-    return {key: _masked_setting(key, value) for key, value in document.items()}
+    return _table(document, [])
 
 
-def _masked_setting(key: str, value: Any) -> Any:
+def _table(document: Mapping[str, Any], secrets: list[str]) -> dict[str, Any]:
+    """As `masked_settings`; adds the secrets to `secrets`."""
+    return {key: _setting(key, value, secrets) for key, value in document.items()}
+
+
+def _setting(key: str, value: Any, secrets: list[str]) -> Any:
     match value:
+        case "":
+            return value
+        case str() if is_secret_name(key):
+            secrets.append(value)
+            return MASK
         case str():
-            return masked_value(key, value)
+            return _noted([_word(value)], secrets)[0]
         case dict() if is_secret_name(key):
-            return {name: _masked_setting(key, each) for name, each in value.items()}
+            return {name: _setting(key, each, secrets) for name, each in value.items()}
         case dict():
-            return masked_settings(value)
+            return _table(value, secrets)
         case list() if all(isinstance(each, str) for each in value) and not is_secret_name(key):
-            return masked_argv(value)
+            return _noted(_words(value), secrets)
         case list():
-            return [_masked_setting(key, each) for each in value]
+            return [_setting(key, each, secrets) for each in value]
         case _:
             return value
+
+
+def _noted(words: Iterable[tuple[str, list[str]]], secrets: list[str]) -> list[str]:
+    """The words as they may be shown; adds the secrets in them to `secrets`."""
+    shown: list[str] = []
+    for word, found in words:
+        shown.append(word)
+        secrets += found
+    return shown
 
 
 def masked_text(text: str, secrets: Iterable[str] = ()) -> str:
@@ -164,16 +186,31 @@ def _words(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 def _word(text: str) -> tuple[str, list[str]]:
     """A word, which may be a command, a header, JSON or a connection string, as it may be shown; the secrets in it."""
+    text, secrets = _json(text)
     shown: list[str] = []
     end = 0
-    secrets: list[str] = []
-    for start, behind in sorted([*_named_values(text), *(found.span("secret") for found in _LOGIN.finditer(text))]):
+    spans = [found.span("secret") for pattern in (_LOGIN, _URL_WORD) for found in pattern.finditer(text)]
+    for start, behind in sorted([*_named_values(text), *spans]):
         if start < end or start == behind:
             continue
         shown += [text[end:start], MASK]
         secrets.append(text[start:behind])
         end = behind
     return masked_text("".join([*shown, text[end:]])), secrets
+
+
+def _json(text: str) -> tuple[str, list[str]]:
+    """A word that is JSON with the secrets masked that its structure shows, and these; another as it is."""
+    if not text.startswith(("{", "[")):
+        return text, []
+    secrets: list[str] = []
+    try:
+        given = json.loads(text)
+        shown = _setting("", given, secrets)
+        separators = (", ", ": ") if '": ' in text else (",", ":")
+        return (text if shown == given else json.dumps(shown, separators=separators)), secrets
+    except (ValueError, RecursionError):
+        return text, []
 
 
 def _named_values(text: str) -> Iterator[tuple[int, int]]:

@@ -95,7 +95,7 @@ kind = "atropos_environment"
 file = "env.py"
 python = "python"
 rollout_server_url = "http://run:{IN_URL}@127.0.0.1:8111"
-settings = {{ judge = "***" }}
+settings = {{ judge = "***", keys = {{ a = {{ id = 1 }}, b = "{IN_FILE}" }}, args = ["--api-key", "{IN_ARGV}"] }}
 server = {{ api_key = "{IN_FILE}" }}
 ready = {{ command = ["true", "--api-key", "{IN_ARGV}"] }}
 """
@@ -115,7 +115,9 @@ def test_command_lines_of_our_services_and_the_plan_have_no_secret(
         monkeypatch.setenv(name, value)
     config = cli._parsed(AtroposEnvConfig, launch.argv[5:], "atropos-env", cli._atropos_env)
     assert config.rollout_server_url == f"http://run:{IN_URL}@127.0.0.1:8111"
-    assert (config.settings, config.server) == ({"judge": "***"}, {"api_key": IN_FILE})
+    keys = {"a": {"id": 1}, "b": IN_FILE}
+    assert config.settings == {"judge": "***", "keys": keys, "args": ["--api-key", IN_ARGV]}
+    assert config.server == {"api_key": IN_FILE}
 
 
 def test_a_refused_override_is_named_without_its_secret(tmp_path: Path) -> None:
