@@ -78,6 +78,7 @@ def test_values_of_these_names_are_shown(name: str) -> None:
         (['{"api_key":"X","n":1}', "api_key:X"], ['{"api_key":"***","n":1}', "api_key:***"]),
         (['{"keys": ["X", "Y"], "n": 1}', '{"token": "a\\"X"}'], ['{"keys": ***, "n": 1}', '{"token": "***"}']),
         (['{"credentials": {"a": {"n": 1}, "b": "X"}}'], ['{"credentials": ***, "b": "***"}}']),
+        (['--of={"keys":["]","X"]}', 'OF=["-u","a:X"]'], ['--of={"keys":***}', 'OF=["-u","a:***"]']),
         (['{"keys":["]","X"],"args":["--token","Y"]}'], ['{"keys":***,"args":["--token","***"]}']),
         (["http://me:it's-X@h", '{"judge.api.key":"X"}'], ["http://me:***@h", '{"judge.api.key":"***"}']),
         (["Uid=me;Pwd=X;Port=1", "Uid=me;PWD={a;X};Port=1"], ["Uid=me;Pwd=***;Port=1", "Uid=me;PWD=***;Port=1"]),

@@ -48,6 +48,7 @@ _NAMED = re.compile(
     r"|;(?P<odbc>[pP][wW][dD])=(?!/)"
 )
 """What stands before a value. `key=len` and `auth:app` are code; capitals, a flag or quotes make secrets of them."""
+_JSON_WORD = re.compile(r"(?P<name>(?:-{0,2}[a-zA-Z_][\w.-]{0,63}=)?)(?P<json>[{\[].*)", re.DOTALL)
 _LOGIN = re.compile(
     r"(?P<before>(?<![\w-])(?:-u\s*|--(?:proxy-)?user[=\s]\s*)(?P<quote>['\"])?(?!\d+:\d+(?!\S))[^\s:/='\"]{1,255}:)"
     r"(?P<secret>(?(quote)[^'\"]+|[^\s'\"]+))"
@@ -200,15 +201,16 @@ def _word(text: str) -> tuple[str, list[str]]:
 
 
 def _json(text: str) -> tuple[str, list[str]]:
-    """A word that is JSON with the secrets masked that its structure shows, and these; another as it is."""
-    if not text.startswith(("{", "[")):
+    """A word that is JSON, or has it behind a name, with the secrets masked that its structure shows, and these."""
+    found = _JSON_WORD.fullmatch(text)
+    if found is None:
         return text, []
     secrets: list[str] = []
     try:
-        given = json.loads(text)
+        given = json.loads(found["json"])
         shown = _setting("", given, secrets)
         separators = (", ", ": ") if '": ' in text else (",", ":")
-        return (text if shown == given else json.dumps(shown, separators=separators)), secrets
+        return (text if shown == given else found["name"] + json.dumps(shown, separators=separators)), secrets
     except (ValueError, RecursionError):
         return text, []
 
