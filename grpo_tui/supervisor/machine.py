@@ -592,12 +592,13 @@ def _escalate_stop(service: Service, now_s: float) -> Step:
 
 
 def _refused(service: Service, refused: Refused, now_s: float, launch: Launch) -> Service:
-    """It has failed; but a restart by policy, to which somebody was faster at its port, is tried again."""
+    """It has failed; but a restart at whose port somebody was faster is tried again, if asked for by any policy."""
     gone = replace(service, has_process=False, is_running=False, is_held=False)
     if service.state is not S.STOPPING:
         settled = _settle(gone, S.FAILED, now_s, refused.words)
-        if gone.restarted_at_s and {each.resource for each in refused.refusals} == {"port"}:
-            settled = _failed(gone, refused.words, 0.0, now_s, launch)
+        was_asked = gone.was_asked_to_restart
+        if (gone.restarted_at_s or was_asked) and {each.resource for each in refused.refusals} == {"port"}:
+            settled = _failed(gone, refused.words, 0.0, now_s, launch, is_innocent=was_asked)
         is_refused = settled.state is S.FAILED
         return replace(settled, is_refused=is_refused, refusals=refused.refusals if is_refused else ())
     if service.after_stop is AfterStop.FAILURE:

@@ -337,6 +337,9 @@ def test_a_restart_by_policy_at_a_taken_port_is_tried_again_until_its_limit() ->
     assert (freed.state, effects) == (S.STARTING, [Effect.SPAWN])
     service, _ = play(how, (60.1, Refused(TAKEN.text, (TAKEN,))), service=freed)
     assert (service.state, service.is_refused, service.refusals) == (S.FAILED, True, (TAKEN,))
+    service, _ = play(launch(), *UP, *restart(6.0), (7.0, Exited(code=0)), (7.0, Admitted()))
+    service, _ = play(launch(), (7.1, Refused(TAKEN.text, (TAKEN,))), service=service)
+    assert service.state is S.BACKOFF, "nor does one that was asked for end the run, whatever the policy"
 
 
 def test_an_adopted_service_goes_on_in_the_state_of_the_previous_supervisor() -> None:
