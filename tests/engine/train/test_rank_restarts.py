@@ -59,8 +59,9 @@ def rank():
     threading.Thread(target=signal.pause, daemon=True).start()  # as those of CUDA, it may receive the signal
     leaving.Leaving("cuda:0")
     is_there.touch()
-    ctypes.CDLL(None).sleep(60)  # no handler of Python runs meanwhile
-    return 0
+    lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+    lock(mutex)
+    lock(mutex)  # for ever, whatever signal comes: no handler of Python runs
 
 raise SystemExit(launch_ranks(["false"], num_local=2, run=rank).code)
 """
