@@ -74,10 +74,15 @@ def open_async_client(
             return
         connection = details["return_value"]
         if is_checked and event == _CONNECTED:
-            error = await asyncio.to_thread(_why_unsafe, connection)
-            if error is not None:
-                await connection.aclose()
-                raise error
+            try:
+                if (error := await asyncio.to_thread(_why_unsafe, connection)) is not None:
+                    raise error
+            except BaseException:  # cancelled, too: nobody else knows of the connection yet
+                import anyio  # by which httpcore has made it
+
+                with anyio.CancelScope(shield=True):
+                    await connection.aclose()
+                raise
         limit_async_reads(connection)
 
     return httpx.AsyncClient(

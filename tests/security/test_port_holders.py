@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +26,7 @@ from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.errors import ConfigError, PeerUnavailable
 from grpo_engine.serving import listening
 from grpo_engine.serving.listening import refuse_connections, take_port
-from grpo_engine.wire import socket_diag, tcp_sockets
+from grpo_engine.wire import socket_diag, tcp_sockets, token_clients
 from grpo_engine.wire.supervisor import ProbeOutcome
 from grpo_engine.wire.tcp_sockets import (
     client_socket,
@@ -375,6 +377,30 @@ def test_a_connection_that_was_reset_at_once_is_tried_again_as_a_refused_one() -
             """What anyio returns where getpeername fails."""
 
     assert isinstance(_why_unsafe(Reset()), httpx.ConnectError)
+
+
+async def test_a_connection_is_closed_where_its_request_is_cancelled_during_the_look_at_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stayed open until the memory of the process was collected, and a test that came later failed by it."""
+    looks, may_end = threading.Event(), threading.Event()
+
+    def look(stream: object) -> None:
+        looks.set()
+        may_end.wait(10)
+
+    monkeypatch.setattr(token_clients, "_why_unsafe", look)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with open_async_client("secret") as client:
+            asking = asyncio.create_task(client.get(f"http://127.0.0.1:{listener.getsockname()[1]}/"))
+            accepted, _ = await asyncio.to_thread(listener.accept)
+            await asyncio.to_thread(looks.wait, 10)
+            asking.cancel()
+            await asyncio.wait([asking])
+            may_end.set()
+        with accepted:
+            accepted.settimeout(5)
+            assert accepted.recv(1) == b""
 
 
 def test_a_connection_that_no_descriptor_is_left_to_look_at_is_tried_again() -> None:

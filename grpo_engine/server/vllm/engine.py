@@ -298,7 +298,7 @@ class VllmEngine:
             if (why := self._pause.why_over(time.monotonic())) is not None:
                 logger.warning("Resuming without a request: %s", why)
                 # Not awaited here: a core that exits before it answers is reported by `errored` only.
-                ending = asyncio.create_task(self._end_pause(self._pause))
+                ending = asyncio.create_task(self._end_late_pause(self._pause))
 
     # --- called by the routes ----------------------------------------------------------------------------------------
 
@@ -548,6 +548,10 @@ class VllmEngine:
         await self._generations.halt(llm)
         with self._generations.awaiting_core():
             await llm.collective_rpc("grpo_sleep")
+
+    async def _end_late_pause(self, pause: Pause | None) -> None:
+        with suppress(EngineUnavailable):  # who watches it sees that, and may not wait for this task any more
+            await self._end_pause(pause)
 
     async def _end_pause(self, pause: Pause | None) -> None:
         if self._pause is not pause:  # another pause has begun
