@@ -150,6 +150,17 @@ async def test_a_core_that_exits_while_a_pause_waits_for_it_is_detected(
     await asyncio.wait({pause})
 
 
+async def test_a_core_that_exits_during_the_late_end_of_a_pause_is_no_error_of_that_end(
+    engine: VllmEngine, llm: Llm
+) -> None:
+    """Nobody waited for it any more, so its error was logged wherever the memory of the process was collected."""
+    await engine.pause(os.getpid(), 60)
+    llm.errored = True
+    with pytest.raises(EngineUnavailable):
+        await engine.resume(None)
+    await engine._end_late_pause(engine._pause)
+
+
 async def test_a_core_that_produces_nothing_is_stalled_until_its_next_output(engine: VllmEngine, llm: Llm) -> None:
     request = send_request(engine)
     await turns()
