@@ -77,7 +77,7 @@ def open_async_client(
             try:
                 if (error := await asyncio.to_thread(_why_unsafe, connection)) is not None:
                     raise error
-            except BaseException:  # cancelled, too: nobody else knows of the connection yet
+            except BaseException:  # also when cancelled: nothing else would close the connection
                 import anyio  # by which httpcore has made it
 
                 with anyio.CancelScope(shield=True):

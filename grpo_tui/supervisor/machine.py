@@ -592,7 +592,7 @@ def _escalate_stop(service: Service, now_s: float) -> Step:
 
 
 def _refused(service: Service, refused: Refused, now_s: float, launch: Launch) -> Service:
-    """It has failed; but a restart at whose port somebody was faster is tried again, if asked for by any policy."""
+    """It has failed; but where only a port was taken, a restart is tried again: by policy, or if it was requested."""
     gone = replace(service, has_process=False, is_running=False, is_held=False)
     if service.state is not S.STOPPING:
         settled = _settle(gone, S.FAILED, now_s, refused.words)

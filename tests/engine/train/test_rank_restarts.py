@@ -61,7 +61,7 @@ def rank():
     is_there.touch()
     lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
     lock(mutex)
-    lock(mutex)  # for ever, whatever signal comes: no handler of Python runs
+    lock(mutex)  # blocks until SIGKILL: no signal interrupts it, so that no Python handler runs
 
 raise SystemExit(launch_ranks(["false"], num_local=2, run=rank).code)
 """
