@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -96,27 +96,40 @@ def attend(
     """Attention with the signature that transformers calls.
 
     Args:
-        query: (B, A, L, D).
-        key: (B, fewer A, L, D), as `value`.
-        attention_mask: from `may_look`; None: that of `mask_aside`, else causal.
+        query: (B, A, L, D); within `rows_aside` (1, A, B · L, D).
+        key: with fewer heads, as `value`.
+        attention_mask: from `may_look`; None: that of `rows_aside`, else causal.
 
     Returns:
-        (B, L, A, D) and no weights.
+        (B, L, A, D), or (1, B · L, A, D), and no weights.
     """
     attention_mask = _aside.mask if attention_mask is None else attention_mask
-    if isinstance(attention_mask, BlockMask):
-        output = _compiled_flex()(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True)
-        return output.transpose(1, 2).contiguous(), None
-    with _kernel_order(query.device), _kept.mode or nullcontext():
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    num_rows = _aside.num_rows
+    if num_rows is not None:
+        query, key, value = (
+            torch.unflatten(each[0], 1, (num_rows, -1)).transpose(0, 1) for each in (query, key, value)
         )
-    return output, None
+    if isinstance(attention_mask, BlockMask):
+        output: Tensor = _compiled_flex()(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True)
+        output = output.transpose(1, 2).contiguous()
+    else:
+        with _kernel_order(query.device), _kept.mode or nullcontext():
+            output, _ = sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+    return output if num_rows is None else reshaped(output, (1, -1, *output.shape[2:])), None
+
+
+def reshaped(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """The same memory where possible, but no view to autograd; not to be written to."""
+    result: Tensor = torch.ops.aten._unsafe_view(values.contiguous(), shape)
+    return result
 
 
 class _Aside(threading.local):
-    """The mask that `attend` uses where it is given none; per thread, since layers are recomputed in another one."""
+    """What `attend` is told of its rows; per thread, since layers are recomputed in another one."""
 
+    num_rows: int | None = None
     mask: Tensor | BlockMask | None = None
 
 
@@ -124,13 +137,14 @@ _aside = _Aside()
 
 
 @contextmanager
-def mask_aside(mask: Tensor | BlockMask | None) -> Iterator[None]:
-    """Hand a mask to `attend` past the compiled code in between."""
-    before, _aside.mask = _aside.mask, mask
+def rows_aside(num_rows: int, mask: Tensor | BlockMask | None) -> Iterator[None]:
+    """Tell `attend`, past the compiled code in between, how many rows its one row is, and their mask."""
+    before = _aside.num_rows, _aside.mask
+    _aside.num_rows, _aside.mask = num_rows, mask
     try:
         yield
     finally:
-        _aside.mask = before
+        _aside.num_rows, _aside.mask = before
 
 
 def keeping_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

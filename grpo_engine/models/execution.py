@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map_only
 
 from grpo_engine.compilers import has_compiler
 from grpo_engine.errors import ModelError
-from grpo_engine.models.attention import keeping_attention, mask_aside, uses_training_attention
+from grpo_engine.models.attention import keeping_attention, reshaped, rows_aside, uses_training_attention
 from grpo_engine.models.compiled import compiled
 
 if TYPE_CHECKING:
@@ -77,30 +79,61 @@ def compile_layers(model: PreTrainedModel) -> None:
             "set "
             "CC, or omit compile_layers"
         )
-    takes_mask_aside = uses_training_attention(model)
+    form = _in_one_row if uses_training_attention(model) else _in_its_rows
     for layer in decoder_layers(model):
         for module in layer.modules():
             if hasattr(module, _MARK_OF_FSDP):
                 setattr(module, _MARK_OF_FSDP, False)
-        layer.forward = _in_one_form(compiled(layer.forward), takes_mask_aside=takes_mask_aside)
+        layer.forward = form(compiled(layer.forward))
 
 
-def _in_one_form(forward: Callable[..., Any], *, takes_mask_aside: bool) -> Callable[..., Any]:
-    """The forward pass of a layer with arguments that look the same in each call: torch compiles it for each look.
+# Torch compiles a layer anew for each look of its arguments: each of these gives all calls one. In both it is given no
+# view, for which torch looks at the tensor behind it too: FSDP hands a layer a view, and a recomputed layer gets none.
 
-    Its input is a view: FSDP hands it one, and a recomputed layer gets what that is a view of. And its mask goes around
-    the compiled code: packed rows have one, plain rows do not.
+
+def _in_its_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward pass of a layer."""
+
+    @wraps(forward)
+    def call(hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
+        return forward(reshaped(hidden_states, hidden_states.shape), *arguments, **named)
+
+    return call
+
+
+def _in_one_row(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward pass of a layer in which only attention knows where a row of hidden states (B, L, H) ends.
+
+    All else in such a layer acts on each position alone. So the compiled code gets one row of B · L positions (torch
+    makes other code for one row than for several), and no mask, which packed rows have and plain rows do not; both go
+    around it to `attend`.
     """
 
     @wraps(forward)
     def call(hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
-        mask = named.get("attention_mask") if takes_mask_aside else None
+        shape = hidden_states.shape[:2]
+        mask = named.get("attention_mask")
         if mask is not None:
             named["attention_mask"] = None
-        with mask_aside(mask):
-            return forward(hidden_states.view_as(hidden_states), *arguments, **named)
+        arguments, named = tree_map_only(Tensor, partial(_joined, shape), (arguments, named))
+        with rows_aside(shape[0], mask):
+            output = forward(_joined(shape, hidden_states), *arguments, **named)
+        return tree_map_only(Tensor, partial(_split, shape), output)
 
     return call
+
+
+def _joined(shape: torch.Size, values: Tensor) -> Tensor:
+    """Values of each position, (B, L, …), or (1, L, …) for all rows, as (1, B · L, …); others unchanged."""
+    if values.shape[:2] not in {shape, (1, shape[1])}:
+        return values
+    of_rows = values.expand(*shape, *values.shape[2:])
+    return reshaped(of_rows, (1, shape.numel(), *values.shape[2:]))
+
+
+def _split(shape: torch.Size, values: Tensor) -> Tensor:
+    """The reverse."""
+    return values.view(*shape, *values.shape[2:]) if values.shape[:2] == (1, shape.numel()) else values
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

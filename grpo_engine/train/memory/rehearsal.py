@@ -95,8 +95,8 @@ def longest_batch(config: TrainConfig, shares: int = 1) -> Batch:
 def batches_to_compile(trainee: Trainee, shares: int = 1) -> list[Batch]:
     """Batches besides the longest for which kernels are compiled, so that no step of training waits for that.
 
-    Compiled layers distinguish one row from several, and rows with a shared prompt, which are one row, have an
-    attention of their own.
+    Rows with a shared prompt have an attention of their own; compiled layers of models that cannot have such rows
+    distinguish one row from several.
 
     Args:
         shares: number of ranks that divide a batch; each compiles.
@@ -106,15 +106,13 @@ def batches_to_compile(trainee: Trainee, shares: int = 1) -> list[Batch]:
     row_tokens = min(row_tokens, (config.micro_batch_tokens or config.seq_len) // 3)
     if row_tokens < LEAST_ROW_TOKENS:
         return []
-    batches = []
-    rows = 1 if rows_of_longest > 1 else 2
-    if config.compile_layers and not (rows == 1 and trainee.shares_prompts):
-        single = _group(1, prompt=1, completion=row_tokens)
-        batches.append(make_batch([single] * (rows * shares), seq_len=config.seq_len))
     if trainee.shares_prompts:
-        shared = _group(2, prompt=row_tokens // 2, completion=row_tokens // 2)
-        batches.append(make_batch([shared] * shares, seq_len=config.seq_len))
-    return batches
+        groups = [_group(2, prompt=row_tokens // 2, completion=row_tokens // 2)]
+    elif config.compile_layers:
+        groups = [_group(1, prompt=1, completion=row_tokens)] * (1 if rows_of_longest > 1 else 2)
+    else:
+        return []
+    return [make_batch(groups * shares, seq_len=config.seq_len)]
 
 
 def _group(num_rows: int, *, prompt: int, completion: int) -> ScoredGroup:

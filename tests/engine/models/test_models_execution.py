@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import VOCABULARY, attached, made_up_groups, settings, small_model, trainee
+from training import VOCABULARY, attached, made_up_groups, scored_group, settings, small_model, trainee
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
 from grpo_engine.data.batching import make_batch
@@ -93,22 +93,28 @@ def test_a_model_without_gradient_checkpointing_is_refused_by_name() -> None:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
-    """The inputs of each graph that torch traces for compiled layers; they run as they are."""
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """The graphs that torch traces for compiled layers; they run as they are."""
     torch._dynamo.reset()
-    traced: list[list[object]] = []
+    traced: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
-        traced.append(inputs)
+        traced.append(graph)
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     return traced
 
 
+def inputs_of(graph: torch.fx.GraphModule) -> list[object]:
+    """Numbers that vary, and the shapes of tensors, as torch's compiler sees them."""
+    values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    return [getattr(value, "shape", value) for value in values]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_recomputed_layer_is_not_compiled_again_though_fsdp_gives_it_a_view_only_in_the_forward_pass(
-    graphs: list[list[object]],
+    graphs: list[torch.fx.GraphModule],
 ) -> None:
     """It was, for each kind of rows: a start traced 14 functions of a Llama layer instead of 8."""
     subject = trainee(settings(gradient_checkpointing=True, compile_layers=True))
@@ -130,8 +136,10 @@ def test_a_recomputed_layer_is_not_compiled_again_though_fsdp_gives_it_a_view_on
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_packed_rows_take_the_code_that_was_compiled_for_plain_rows(graphs: list[list[object]]) -> None:
-    """Their mask made torch trace each function of a layer again."""
+def test_packed_and_several_rows_take_the_code_that_was_compiled_for_one_plain_row(
+    graphs: list[torch.fx.GraphModule],
+) -> None:
+    """The mask, and the number of rows, each made torch trace each function of a layer again."""
     packed = make_batch(made_up_groups(0, groups=1), seq_len=32)
     expected = trainee(settings()).logprobs(packed)[0]
     subject = trainee(settings(gradient_checkpointing=True, compile_layers=True))
@@ -139,14 +147,15 @@ def test_packed_rows_take_the_code_that_was_compiled_for_plain_rows(graphs: list
     plain = make_batch(made_up_groups(1, groups=1, size=1), seq_len=32)
     subject.logprobs(plain)
     traced = len(graphs)
-    found = subject.logprobs(packed)[0]
-    found.sum().backward()
-    assert len(graphs) == traced > 0
-    torch.testing.assert_close(found, expected)
+    for subject._scorer.shares_prompts in (True, False):
+        found = subject.logprobs(packed)[0]
+        found.sum().backward()
+        assert len(graphs) == traced > 0
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_numbers_of_a_sharded_layer_are_constants_of_its_compiled_code(graphs: list[list[object]]) -> None:
+def test_numbers_of_a_sharded_layer_are_constants_of_its_compiled_code(graphs: list[torch.fx.GraphModule]) -> None:
     """Torch takes those of modules that FSDP marks for ones that vary: tracing a layer took more than twice as long."""
     batch, varying = make_batch(made_up_groups(0, groups=2), seq_len=32), []
     for is_sharded in (False, True):
@@ -156,14 +165,16 @@ def test_numbers_of_a_sharded_layer_are_constants_of_its_compiled_code(graphs: l
         for module in model.modules():
             module._is_fsdp_managed_module = is_sharded  # type: ignore[assignment]
         Trainee(attached(model), settings(compile_layers=True)).logprobs(batch)
-        varying.append(sum(isinstance(each, torch.SymInt | torch.SymFloat) for inputs in graphs for each in inputs))
+        varying.append(
+            sum(isinstance(each, torch.SymInt | torch.SymFloat) for graph in graphs for each in inputs_of(graph))
+        )
     assert varying[0] == varying[1] > 0
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_code_does_not_depend_on_which_rows_came_first(graphs: list[list[object]]) -> None:
+def test_compiled_code_does_not_depend_on_which_rows_came_first(graphs: list[torch.fx.GraphModule]) -> None:
     """After a rank was killed, the new ones found half of their code not in the cache, and compiled for 48 s."""
-    one = make_batch(made_up_groups(0, groups=1, size=1), seq_len=32)
+    one = make_batch([scored_group([3] * 5, [[3] * 12])], seq_len=32)  # 16 positions, as many as a head has numbers
     several = make_batch(made_up_groups(1, groups=2), seq_len=32)
     forms = []
     for batches in ((one, several), (several, one)):
@@ -173,7 +184,7 @@ def test_compiled_code_does_not_depend_on_which_rows_came_first(graphs: list[lis
         subject._scorer.shares_prompts = False
         for batch in batches:
             subject.logprobs(batch)
-        forms.append({str([getattr(each, "shape", each) for each in inputs]) for inputs in graphs})
+        forms.append({str((inputs_of(graph), graph.code)) for graph in graphs})
     assert forms[0] == forms[1]
 
 
