@@ -52,6 +52,8 @@ SAMPLE_S, SAMPLE_BYTES = 60, 4 << 30
 """Time that sampling may take for each GiB of the model that has begun, and its memory on a CPU beside as much again as
 the model: settings that no tensor shows, as the length of a chunk or the number of hashes, multiply both. So it is for
 loading, by its files: a pickle of tensors may hold a text that is doubled over and over."""
+MAX_INDEX_BYTES = 16 << 20
+"""Of the files of weights by their tensors: 100,000 take 10 MB."""
 MAX_SPARE_ELEMENTS = 1 << 26
 """Of what a model has beside the stored tensors: frequencies of positions, masks, and those that are missing, which are
 named as it is loaded."""
@@ -183,6 +185,7 @@ def check(folder: Path, device: str, base: Path | None = None) -> str:
     Raises:
         ModelError: tensors are missing or not finite, or nothing is sampled.
     """
+    _require_own_weights(folder)
     _try_small_parts(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -253,7 +256,28 @@ def require_base(marker: CheckpointMarker) -> None:
                     require_written(file)
         except OSError as error:
             raise ModelError(f"{path}: cannot be read: {error.strerror}: correct or remove it") from None
+    _require_own_weights(base)
     _try(partial(_trial_of_model, base))
+
+
+def _require_own_weights(folder: Path) -> None:
+    """Refuse settings that name weights elsewhere: a library waits for a pipe there, where no signal ends it.
+
+    Raises:
+        ModelError: an index, or the settings, name a file in another folder.
+    """
+    for path in (folder / "config.json", *folder.glob("*.index.json")):
+        try:
+            settings = json.loads(read_whole(path, max_bytes=MAX_INDEX_BYTES).decode())
+            named = [*(settings.get("weight_map") or {}).values(), settings.get("transformers_weights") or ""]
+        except (FileNotFoundError, ValueError, RecursionError, AttributeError):
+            continue  # said where it is loaded
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}: correct or remove it") from None
+        for name in named:
+            if not isinstance(name, str) or os.path.basename(name) != name:
+                what = shortened(repr(name))
+                raise ModelError(f"{path}: names weights that are not beside it ({what}): correct or remove it")
 
 
 def _try_small_parts(folder: Path) -> None:

@@ -117,6 +117,26 @@ def test_the_base_of_an_adapter_is_tried_as_a_whole_model_is(
         export.require_base(marker(folder))
 
 
+@pytest.mark.parametrize("index", [
+    {"model.safetensors.index.json": {"weight_map": {"lm_head.weight": "more/pipe.safetensors"}}},
+    {"pytorch_model.bin.index.json": {"weight_map": {"lm_head.weight": "/tmp/pipe"}}},
+    {"config.json": {"transformers_weights": "more/pipe.safetensors"}},
+], ids=str)  # fmt: skip
+def test_weights_that_are_named_in_another_folder_are_refused(
+    index: dict[str, dict[str, object]], changed: Callable[..., Path]
+) -> None:
+    """Where the name is that of a pipe, safetensors waited for it without end: it goes on waiting after a signal."""
+    folder = changed("config.json")
+    ((name, values),) = index.items()
+    before = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps({**before, **values}))
+    marker = CheckpointMarker(step=1, policy_version=1, model_name=str(folder), bridge="lora_only", settings={})
+    with pytest.raises(ModelError, match="names weights that are not beside it"):
+        export.require_base(marker)
+    with pytest.raises(ModelError, match="names weights that are not beside it"):
+        export.check(folder, "cpu")
+
+
 def test_pickled_weights_that_double_a_text_over_and_over_are_refused(
     changed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
