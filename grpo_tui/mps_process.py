@@ -127,12 +127,12 @@ class Daemon:
         return self
 
     def _pass_on(self, output: IO[bytes]) -> None:
+        """Copy the daemon's log; on to its end, since a daemon whose log nobody reads is ended by SIGPIPE."""
         with output:
             for line in output:
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
                 if FATAL in line:
                     os.write(self._fault_end, b"!")
+                _write(line)
 
     def __exit__(self, *_: object) -> None:
         """End it: `quit`, then SIGTERM and SIGKILL to what is left, each by its pid."""
@@ -349,8 +349,12 @@ def _signalled(wakeup: int) -> bool:
 
 def _say(line: str) -> None:
     """Write a line of the log at once: the supervisor reads it."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    _write(f"{line}\n".encode())
+
+
+def _write(line: bytes) -> None:
+    with suppress(OSError):  # a full disk, which others may fill: clients of the daemon go on
+        os.write(sys.stdout.fileno(), line)
 
 
 def _wait_until(holds: Callable[[], bool], limit_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -228,3 +229,15 @@ def test_a_daemon_with_a_fault_on_a_gpu_ends_so_that_clients_restart_whatever_th
     assert "MPS: a GPU had a fatal fault" in output
     left = read_stat(server)
     assert left is None or left.is_dead
+
+
+def test_a_full_disk_ends_neither_the_log_of_a_daemon_nor_what_it_says_of_a_fault(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The pipe was closed at the first line that could not be written, and SIGPIPE ended the daemon and its clients."""
+    (tmp_path / "log").touch()
+    daemon = Daemon(environment)
+    with (tmp_path / "log").open() as unwritable:
+        monkeypatch.setattr(sys, "stdout", unwritable)
+        daemon._pass_on(io.BytesIO(b"Received new client connection\n" + mps_process.FATAL))
+    assert os.read(daemon._fault, 2) == b"!"
