@@ -61,10 +61,20 @@ def write_file(path: Path, content: bytes) -> None:
     """
     from grpo_engine.wire.codec import write_atomically
 
-    if path.exists() and (not path.is_file() or path.is_relative_to("/dev")):  # /dev/stdout may lead to a file
-        path.write_bytes(content)
+    if _is_stream(path):
+        with path.open("ab") as stream:  # the file behind /dev/stdout may have been opened by `>>`
+            stream.write(content)
     else:
         write_atomically(path, content)
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether it is a pipe, a device or a descriptor, and not one that another user has put there.
+
+    In /tmp that could be a pipe that nobody reads, or a link to a pipe or file of this user.
+    """
+    is_trusted = os.path.lexists(path) and path.lstat().st_uid in (0, os.geteuid())
+    return is_trusted and path.exists() and (not path.is_file() or str(path.parent) in ("/dev", "/dev/fd"))
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:

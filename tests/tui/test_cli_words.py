@@ -173,14 +173,30 @@ def test_a_full_disk_is_a_message_with_the_folder(
     assert list((tmp_path / "logs").iterdir()) == []
 
 
-def test_what_is_written_to_a_device_or_a_pipe_does_not_replace_it() -> None:
+def test_what_is_written_to_a_device_or_a_pipe_does_not_replace_it(tmp_path: Path) -> None:
     """As root, `compare -o /dev/null` made the null device of the machine a file."""
     ours, theirs = os.openpty()
     device, (read, write) = Path(os.ttyname(theirs)), os.pipe()
     write_file(device, b"to the device")
     write_file(Path(f"/dev/fd/{write}"), b"to the pipe")
     assert (os.read(ours, 100), os.read(read, 100)) == (b"to the device", b"to the pipe")
+    (noted := Path(f"{tmp_path}/notes")).write_bytes(b"noted, ")
+    with noted.open("ab") as appended:
+        write_file(Path(f"/dev/fd/{appended.fileno()}"), b"to the notes")
+    assert noted.read_bytes() == b"noted, to the notes"
     with pytest.raises(OSError, match="a device, which is not replaced"):
         write_atomically(device, b"")
     for descriptor in (ours, theirs, read, write):
         os.close(descriptor)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a pipe of another user")
+def test_output_is_not_written_to_a_pipe_that_another_user_has_put_there(tmp_path: Path) -> None:
+    """Of a pipe in /tmp that nobody reads, or a link to one, `compare -o` waited for a reader without end."""
+    pipe, link = tmp_path / "page.html", tmp_path / "page.svg"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (link, pipe):
+        os.lchown(path, 65534, 65534)
+        write_file(path, b"page")  # root may replace it; others are told that they cannot
+        assert (path.is_file(), path.read_bytes()) == (True, b"page")
