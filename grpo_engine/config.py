@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -426,6 +427,24 @@ OF_THE_TRAINER = {
 _ELSEWHERE = {**OF_THE_TRAINER, **OF_THE_ENVIRONMENT}
 """Names that TRL and torchtune give to a setting, with ours, which no likeness of letters finds; and names of ours that
 are looked for among the settings of another service."""
+
+
+def checked_url(url: str) -> str:
+    """A URL of a service, as it was given.
+
+    Raises:
+        ValueError: it is none, e.g. since a character of its password is not encoded; the message has no password.
+    """
+    try:
+        parts, _ = urlsplit(url), urlsplit(url).port
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable()
+    except ValueError:  # a port that is no number, or half an address
+        is_url = False
+    if is_url:
+        return url
+    shown = re.sub("^([^/]*//)?.*@", r"\1***@", url, flags=re.DOTALL)
+    how = "write / and @ in a password as %2F and %40" if "@" in url else "write it like http://localhost:9001"
+    raise ValueError(f"{shown!r} is not a URL: {how}")
 
 
 _LONGEST_NAME = 100

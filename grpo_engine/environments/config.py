@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 
-from grpo_engine.config import Config, LogLevel, RawTable
+from grpo_engine.config import Config, LogLevel, RawTable, checked_url
 from grpo_engine.environments import stock_layout
 from grpo_engine.environments.items.curriculum import AnyCurriculum
 from grpo_engine.environments.items.curriculum import spell_out as spell_out_curriculum
@@ -24,9 +24,7 @@ from grpo_engine.wire.inference import LEAST_TEMPERATURE, MAX_TEMPERATURE
 
 def _without_v1(url: str) -> str:
     """Accept `…/v1`, as stock environments use it; the native routes are beside it."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is not a URL: write it like http://localhost:9001")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+    return checked_url(url).rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _separated(value: Any) -> Any:

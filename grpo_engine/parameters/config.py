@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from grpo_engine.config import Config, LogLevel
+from grpo_engine.config import Config, LogLevel, checked_url
 from grpo_engine.flags import Flag
+
+Url = Annotated[str, AfterValidator(checked_url)]
 
 
 class ParametersConfig(Config):
@@ -18,9 +20,9 @@ class ParametersConfig(Config):
     """Address to listen on; on any but loopback other machines can read the weights, so set a token too."""
     port: int = Field(9201, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
-    server_urls: Annotated[tuple[str, ...], Flag(("--server-urls", "--server-url"))] = ()
+    server_urls: Annotated[tuple[Url, ...], Flag(("--server-urls", "--server-url"))] = ()
     """URLs of the inference servers of this machine, which are given each version one after another."""
-    source: str | None = None
+    source: Url | None = None
     """URL of the parameter service of the trainer's machine, where this is another one: versions are fetched there."""
     machine: str | None = Field(None, min_length=1, max_length=255)
     """Name of this machine in a cluster. Of server_urls, which are then those of all machines, it takes those whose

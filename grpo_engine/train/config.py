@@ -34,7 +34,7 @@ from grpo_engine.bridges import (
 from grpo_engine.bridges.broadcast import Broadcast
 from grpo_engine.bridges.transport.checkpoint import CheckpointSettings
 from grpo_engine.compilers import has_compiler
-from grpo_engine.config import Config, LogLevel
+from grpo_engine.config import Config, LogLevel, checked_url
 from grpo_engine.flags import Flag
 from grpo_engine.installed import is_on_cpu
 from grpo_engine.models.config import OptimizerName
@@ -532,8 +532,7 @@ class TrainConfig(Config):
     @classmethod
     def _is_a_url(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         for url in (value,) if isinstance(value, str) else value:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is not a URL: use http://host:port, as in http://localhost:8000")
+            checked_url(url)
         return value
 
     @model_validator(mode="after")

@@ -40,7 +40,11 @@ from grpo_engine.wire.codec import write_json_atomically
     ("words", "said"),
     [
         (["--device", "foo"], "device: 'foo' is not a device: use auto, cpu, cuda, or cuda:0"),
-        (["--atropos-url", "localhost:8000"], "atropos_url: 'localhost:8000' is not a URL: use http://"),
+        (["--atropos-url", "localhost:8000"], "atropos_url: 'localhost:8000' is not a URL: write it like http://"),
+        (
+            ["--atropos-url", "http://u:a'secret/1@host"],
+            "atropos_url: 'http://***@host' is not a URL: write / and @ in a password as",
+        ),
         (["--lr", "inf"], "lr: input should be a finite number, but this is 'inf'"),
         (["--weight-decay", "inf"], "weight_decay: input should be a finite number, but this is 'inf'"),
         (["--batch-size", str(10**12)], "batch_size 1000000000000 × gradient_accumulation_steps 32 are"),
