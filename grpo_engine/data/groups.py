@@ -291,7 +291,7 @@ def _temperatures(group: ScoredGroup, default_mode: LogprobsMode, where: str) ->
     mode = parameters.get("logprobs_mode", default_mode)
     if mode not in get_args(LogprobsMode):
         raise DataError(
-            f"{where}: generation_params.logprobs_mode = {mode!r}: say one of {', '.join(get_args(LogprobsMode))}"
+            f"{where}: generation_params.logprobs_mode = {mode!r:.40}: say one of {', '.join(get_args(LogprobsMode))}"
         )
     if mode == "raw":
         return [1.0] * len(group.tokens)

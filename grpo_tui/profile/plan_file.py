@@ -93,11 +93,5 @@ def shown_env(launch: Launch) -> dict[str, str]:
 
 def shown_command(launch: Launch) -> str:
     """Its command without secrets, which can be pasted into a shell; one flag per line."""
-    words = [shlex.quote(word) for word in masked_argv(launch.argv)]
-    lines = [words[0]]
-    for word in words[1:]:
-        if word.startswith("--"):
-            lines.append(f"      {word}")
-        else:
-            lines[-1] += f" {word}"
-    return " \\\n".join(lines)
+    first, *words = (shlex.quote(word) for word in masked_argv(launch.argv))
+    return first + "".join(f" \\\n      {word}" if word.startswith("--") else f" {word}" for word in words)
