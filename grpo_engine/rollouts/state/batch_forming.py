@@ -16,6 +16,10 @@ from dataclasses import dataclass
 
 from grpo_engine.errors import first_of
 
+MAX_NAMED_SIZE = 16_384
+"""Up to here, or twice the batch size, sizes are looked for that could be reached: the time grows with the square of
+it, and an environment registers with any group size (1,000,000 held the rollout API for 18 s at each request)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedGroup:
@@ -124,7 +128,8 @@ def why_unreachable(
         return None
     minima = least_sequences(batch_size, shares or {})
     sizes = sorted({size for _, size in queued})
-    farthest = 2 * batch_size + max([*sizes, *(s.group_size for s in suppliers)])
+    largest = max([*sizes, *(s.group_size for s in suppliers)])
+    farthest = max(2 * batch_size, min(2 * batch_size + largest, MAX_NAMED_SIZE))
     limit = (1 << (farthest + 1)) - 1
     sums: dict[int | None, int] = {None: 1, **dict.fromkeys(minima, 1)}
     once: Counter[tuple[int | None, int]] = Counter()
