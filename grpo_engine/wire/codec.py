@@ -27,6 +27,8 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 """Of a file of JSON that is read whole: markers, notes and states of ours have less than half of it."""
 MAX_FILE_MARKS = 4 * 1024 * 1024
 """Brackets, braces and quotes of such a file: see `num_marks`."""
+_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
+"""At the end of a journal of SQLite that names a super-journal."""
 MAX_HOLES_BYTES = 256 * 1024 * 1024
 """In a file; nothing that a run writes has holes. An archive of some kB may hold a file of 100 GB, all hole."""
 
@@ -152,6 +154,20 @@ def require_regular(path: Path) -> None:
         OSError: as `open_file`.
     """
     open_file(path).close()
+
+
+def require_own_journal(database: Path) -> None:
+    """Refuse a database of SQLite whose rollback journal names a super-journal, which SQLite deletes as it opens it.
+
+    That may be any file of ours; only a transaction over several databases has one, and ours are of one.
+
+    Raises:
+        OSError: it does, or the journal cannot be read.
+    """
+    with suppress(FileNotFoundError), open_file(Path(f"{os.path.realpath(database)}-journal")) as journal:
+        journal.seek(max(0, os.fstat(journal.fileno()).st_size - len(_SUPER_JOURNAL)))
+        if journal.read() == _SUPER_JOURNAL:
+            raise OSError("its journal names another file, which SQLite would delete")
 
 
 def require_written(file: BinaryIO) -> None:

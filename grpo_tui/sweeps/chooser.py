@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from grpo_engine.config import toml_value
 from grpo_engine.errors import ConfigError
+from grpo_engine.wire.codec import require_own_journal
 from grpo_tui.sweeps.grid import to_toml
 
 STUDY_FILE = "optuna.db"
@@ -88,11 +89,15 @@ class Chooser:
         """Open the study, or begin it.
 
         Raises:
-            ConfigError: Optuna is not installed.
+            ConfigError: Optuna is not installed, or the study is a link, or names another file.
         """
         require_optuna()
         if (folder / STUDY_FILE).is_symlink():
             raise ConfigError(f"{folder / STUDY_FILE}: is a link, and another database would be written: remove it")
+        try:
+            require_own_journal(folder / STUDY_FILE)
+        except OSError as error:
+            raise ConfigError(f"{folder / STUDY_FILE}: {error}: remove it and its journal") from None
         import optuna
         from sqlalchemy.engine import URL
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import struct
 import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
@@ -221,6 +222,20 @@ def test_a_plan_of_wrong_values_is_one_error(wrong: dict[str, object]) -> None:
     with pytest.raises(PeerError, match=r"damaged, or of another version: launches\.0") as refused:
         Plan.from_json(json.dumps({**plan, "launches": [wrong]}))
     assert len(str(refused.value)) < 1000
+
+
+def test_a_store_whose_journal_has_sqlite_delete_a_file_of_ours_is_refused(tmp_path: Path) -> None:
+    path, precious = tmp_path / "rollouts.sqlite", tmp_path / "precious"
+    precious.touch()
+    Store(path).close()
+    magic, name = bytes.fromhex("d9d505f920a163d7"), bytes(precious)
+    num_pages, behind = path.stat().st_size // 16384, 0x40000000 // 16384 + 1
+    header = (magic + struct.pack(">5I", 0, 0, num_pages, 512, 16384)).ljust(512, b"\0")
+    super_journal = struct.pack(">I", behind) + name + struct.pack(">2I", len(name), sum(name)) + magic
+    (tmp_path / "rollouts.sqlite-journal").write_bytes(header + super_journal)
+    with pytest.raises(ConfigError, match="its journal names another file, which SQLite would delete: move it away"):
+        Store(path)
+    assert precious.exists()
 
 
 def test_a_store_with_sql_of_somebody_else_in_it_is_refused(tmp_path: Path) -> None:

@@ -153,3 +153,10 @@ def test_a_study_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a link"):
         Chooser(tmp_path, {"k": [1, 2]}, None)
     assert not (tmp_path / "other.db").exists()
+
+
+def test_a_study_whose_journal_has_sqlite_delete_another_file_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    (tmp_path / f"{STUDY_FILE}-journal").write_bytes(bytes.fromhex("d9d505f920a163d7"))
+    with pytest.raises(ConfigError, match="its journal names another file, which SQLite would delete"):
+        Chooser(tmp_path, {"k": [1, 2]}, None)

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from grpo_engine.errors import ConfigError
 from grpo_engine.rollouts.state.batch_forming import QueuedGroup
 from grpo_engine.rollouts.state.records import QUEUE, EnvironmentRecord, EvaluationRecord, Lease, RunRecord, Stored
-from grpo_engine.wire.codec import fail_fast
+from grpo_engine.wire.codec import fail_fast, require_own_journal
 
 _LAYOUT = 2
 _SQL = "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"
@@ -72,6 +72,7 @@ class Store:
             ConfigError: it cannot be opened, is not a rollout database, or is in use.
         """
         try:
+            require_own_journal(path)
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.5)
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._check_owner(path)
