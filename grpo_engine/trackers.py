@@ -26,6 +26,11 @@ MAX_REASON_CHARACTERS = 1000
 """Of what a tracker, or its server, says of a failure."""
 
 
+_END_OF_WANDB = {"WANDB_FINISH_TIMEOUT": "120", "WANDB_FINISH_TIMEOUT_RAISES": "true"}
+"""By default wandb waits for a server that no longer answers without end, and the run with it. What was not sent stays
+on the disk, for `wandb sync`."""
+
+
 class Tracker(Protocol):
     """A destination of metrics."""
 
@@ -95,8 +100,9 @@ def failure(error: Exception) -> str:
 
 
 def set_up_wandb(wandb: Any, folder: Path | None) -> None:
-    """Load the settings of wandb; from `folder` instead of a working directory that other users may write to.
+    """Load the settings of wandb, with a limit for its end.
 
+    They are read in `folder` instead of a working directory that other users may write to.
     `base_url` in `./wandb/settings` says where the API key is sent, and a run is written to `./wandb` (wandb 0.31,
     `_WandbSetup._load_settings`, `Settings.root_dir`).
 
@@ -104,6 +110,8 @@ def set_up_wandb(wandb: Any, folder: Path | None) -> None:
         wandb: the module.
         folder: one that no other user may write to; None: a new one.
     """
+    for name, value in _END_OF_WANDB.items():
+        os.environ.setdefault(name, value)
     here = Path.cwd()
     read = [here / "wandb", here / ".wandb"]
     if not any(others_may_write(each) for each in (here, *read)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sqlite3
 import struct
 import subprocess
@@ -24,7 +25,7 @@ from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.tasks.puzzles import Sort6
 from grpo_engine.environments.tracking import start_tracker
 from grpo_engine.errors import ConfigError
-from grpo_engine.trackers import FaultTolerant, Tracker, public_settings
+from grpo_engine.trackers import FaultTolerant, Tracker, public_settings, set_up_wandb
 from grpo_engine.train.recording.recorder import Recorder
 from grpo_engine.train.recording.trackers import build_trackers
 
@@ -112,6 +113,18 @@ def test_a_tracker_that_does_not_start_is_an_error(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with pytest.raises(ConfigError, match=r"wandb did not start \(RuntimeError: no API key configuredE{979}\)"):
         build_trackers(settings(use_wandb=True, wandb_project="p"), tmp_path)
+
+
+@pytest.mark.parametrize("asked", [None, "7"])
+def test_a_run_that_ends_waits_two_minutes_for_wandb_unless_the_user_says_otherwise(
+    asked: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("WANDB_FINISH_TIMEOUT", "WANDB_FINISH_TIMEOUT_RAISES"):
+        monkeypatch.setenv(name, asked or "")
+        if asked is None:
+            monkeypatch.delenv(name)
+    set_up_wandb(SimpleNamespace(setup=lambda: None), tmp_path)
+    assert os.environ["WANDB_FINISH_TIMEOUT"] == (asked or "120")
 
 
 def test_the_settings_that_are_sent_hold_no_secret() -> None:
