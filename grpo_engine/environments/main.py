@@ -36,6 +36,7 @@ from grpo_engine.serving.reporting import Reporter
 from grpo_engine.serving.turn import begin_in_turn
 from grpo_engine.wire.access_token import authorization, find_token
 from grpo_engine.wire.environment_variables import INFERENCE_KEY_VARIABLE
+from grpo_engine.wire.log_lines import STOPPED
 from grpo_engine.wire.token_clients import open_async_client
 
 _MOST_ASKED_PER_S = 25
@@ -161,7 +162,7 @@ async def work(config: EnvironmentConfig, tokenizer: Tokenizer, of_opponent: Tok
             with reporter:
                 await working
         except asyncio.CancelledError:
-            log.info("stopped")
+            log.info(STOPPED.text, "")
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
@@ -193,4 +194,5 @@ def _connections(number: int) -> httpx.Limits:
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
     """Exit before the event loop runs: there is nothing to clean up yet."""
+    log.info(STOPPED.text, "")
     raise SystemExit(0)

@@ -33,7 +33,7 @@ from grpo_engine.train.resumable import decisive_settings
 from grpo_engine.train.step import gradient_step
 from grpo_engine.train.trainee import Trainee
 from grpo_engine.wire.checkpoints import JournalHead
-from grpo_engine.wire.log_lines import TRAINER_READY
+from grpo_engine.wire.log_lines import STOPPED, TRAINER_READY
 from grpo_engine.wire.supervisor import WaitsFor
 
 log = logging.getLogger(__name__)
@@ -195,12 +195,13 @@ def train(
         if not (stop() and isinstance(error, PeerUnavailable)):
             writer.save_last(step, policy_version=version, lease=lease, required=False)
             raise
-        log.info("stopped while waiting: %s", error)
+        log.info(STOPPED.text, f" while waiting: {error}")
     finally:
         writer.wait()
 
     writer.save_last(step, policy_version=version, lease=lease)
-    log.info(
-        "Training finished." if step >= config.training_steps else f"stopped after step {step}; a restart resumes there"
-    )
+    if step >= config.training_steps:
+        log.info("Training finished.")
+    else:
+        log.info(STOPPED.text, f" after step {step}; a restart resumes there")
     return step

@@ -46,6 +46,7 @@ from grpo_engine.train.memory.dry_run import dry_run, log_plan
 from grpo_engine.train.recording.recorder import Recorder
 from grpo_engine.train.recording.trackers import build_trackers
 from grpo_engine.wire.codec import write_json_atomically
+from grpo_engine.wire.log_lines import STOPPED
 from grpo_engine.wire.run_folder import CHECKPOINTS, SERVED_FILE, SETTINGS_FILE
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def _lead(
         except PeerUnavailable as error:  # stopped while waiting for a peer before the first step
             if not stop():
                 raise
-            log.info("stopped while waiting: %s", error)
+            log.info(STOPPED.text, f" while waiting: {error}")
     with ranks.together(Finished()):
         return 0
 

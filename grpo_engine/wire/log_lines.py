@@ -20,6 +20,8 @@ ENVIRONMENT_READY = LogLine("environment ready: %s, group size %d", r"environmen
 """The task is loaded and both servers have answered: the readiness probe of an environment."""
 PREPARED = LogLine("prepared in %.1f s; begins when its turn comes", r"prepared in [0-9.]+ s")
 """A service that was started held has done what it can before its turn."""
+STOPPED = LogLine("stopped by a signal%s", r"stopped by a signal")
+"""A trainer or environment exits with 0, as it was told to, though its work is not done."""
 
 FORK_SERVER_IMPORTS = LogLine("Fork server: importing what an inference server needs", r"Fork server: importing")
 FORK_SERVER_HAS_IMPORTED = LogLine("Fork server: imports took %.1f s", r"Fork server: imports took")

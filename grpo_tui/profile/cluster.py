@@ -110,6 +110,7 @@ def _launch(
         ports=(),
         gpus=(),
         ends_run=False,
+        unfinished="",
         followers=(BROKER,) if what == "nodes" else (),
     )
 

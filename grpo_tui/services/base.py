@@ -471,6 +471,9 @@ class Launch:
     failed_by: Mapping[str, str] = field(default_factory=dict)
     """Services whose failure ends it, each with a regular expression for the line of its log that shows so. It is then
     restarted with that service, whatever `restart` says."""
+    unfinished: str | None = None
+    """Regular expression for a line of its log by which an exit with code 0 that nobody asked for is not the end of its
+    work but a failure; empty: its work has no end, as a server's."""
     is_optional: bool = False
     """Whether the run goes on without it: its last log line says why it exits with 0 before it is ready."""
     followers: tuple[str, ...] = ()

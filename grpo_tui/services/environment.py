@@ -7,7 +7,7 @@ from typing import Literal
 from grpo_engine.environments.config import EnvironmentConfig, SamplingConfig
 from grpo_engine.flags import to_flags
 from grpo_engine.wire.environment_variables import INFERENCE_KEY_VARIABLE, TOKEN_VARIABLE
-from grpo_engine.wire.log_lines import ENVIRONMENT_READY
+from grpo_engine.wire.log_lines import ENVIRONMENT_READY, STOPPED
 from grpo_engine.wire.run_folder import item_state_file
 from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, RestartPolicy, Service
 
@@ -37,6 +37,7 @@ class Environment(Service, OfPolicy, EnvironmentConfig):
             engine=("env", *to_flags(config, EnvironmentConfig)),
             env={name: value for name, value in secrets.items() if value},
             needs_one_replica=True,
+            unfinished=STOPPED.pattern,
             ready=self.ready or Probe(log=ENVIRONMENT_READY.pattern, within_s=300),
         )
 

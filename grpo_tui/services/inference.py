@@ -121,6 +121,7 @@ class Inference(Service, OfPolicy, ServerConfig):
                 routes="all but /health and /metrics" if self.sampling_needs_token else "/bridge, /lora",
             ),
             ports=(self.port, *self.ports),
+            unfinished="",
             gpu_memory_share=self.demanded_share,
             ready=self.ready or Probe(http=health, within_s=READY_WITHIN_S, stalled_s=STALLED_S),
             live=self.live or Probe(http=health, interval_s=5, timeout_s=10, within_s=60),

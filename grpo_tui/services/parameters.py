@@ -52,6 +52,7 @@ class Parameters(Service, OfPolicy, ParametersConfig):
             engine=("parameters", *to_flags(config, ParametersConfig)),
             access=access_text(allow_without_token=self.allow_without_token, routes="weights"),
             ports=(self.port, *self.ports),
+            unfinished="",
             machine_folder=folder,
             machine_arguments=("--machine", "{machine}", "--handover", "{folder}"),
             later_arguments=("--source", source, "--port", "0"),

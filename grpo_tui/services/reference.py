@@ -49,6 +49,7 @@ class Reference(Service, OfPolicy, ReferenceConfig):
             engine=("reference", *to_flags(self, ReferenceConfig)),
             access=access_text(allow_without_token=self.allow_without_token, routes="log-probabilities"),
             ports=(self.port, *self.ports),
+            unfinished="",
             ready=self.ready or Probe(http=health, within_s=READY_WITHIN_S, stalled_s=STALLED_S),
             live=self.live or Probe(http=health, interval_s=5, timeout_s=10, within_s=60),
         )

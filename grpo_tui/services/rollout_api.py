@@ -38,6 +38,7 @@ class RolloutApi(Service, OfPolicy, ApiConfig):
             access=access_text(allow_without_token=self.allow_without_token, routes="groups, batches, reset"),
             written_folders=() if self.store is None else (place.profile_folder / self.cwd / self.store.parent,),
             ports=(self.port, *self.ports),
+            unfinished="",
             ready=self.ready or Probe(http=f"{url}/info", within_s=60),
             live=self.live or Probe(http=f"{url}/health", interval_s=5, timeout_s=10, within_s=20),
         )

@@ -19,6 +19,7 @@ from grpo_engine.wire.log_lines import (
     REHEARSAL_BEGINS,
     REHEARSED,
     RESUMED,
+    STOPPED,
     TRAINER_READY,
     WAITING_FOR_PEER,
     WEIGHTS_ATTACHED,
@@ -160,5 +161,6 @@ class Trainer(Service, OfPolicy, TrainerConfig):
             num_ranks=self.num_ranks if self.num_devices else self.processes or 1,
             num_machines=self.num_machines,
             part_arguments=PART_ARGUMENTS if self.num_devices and self.one_machine_because is None else (),
+            unfinished=STOPPED.pattern,
             ready=self.ready or Probe(log=TRAINER_READY.pattern, within_s=READY_WITHIN_S, stalled_s=STALLED_S),
         )

@@ -254,6 +254,8 @@ class Exited:
     """The service whose failure ended it, as its log shows."""
     cause: str | None = None
     """Which of its ranks ended first, and how, as it reported."""
+    is_unfinished: bool = False
+    """Whether its work is not done, although its code is 0."""
     last_lines: tuple[str, ...] = ()
     jitter: float = 0.0
     """Fraction, 0 to 1, of the spread added to a backoff, so that services do not restart at the same moment."""
@@ -629,6 +631,9 @@ def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Se
         reason = f"{reason} before it was ready ({service.answer or 'its probe never answered'})"
         if launch.is_optional and exit_.last_lines:
             reason = shortened(exit_.last_lines[-1])
+    if exit_.is_unfinished:
+        reason = f"{reason}, but nothing here stopped it: a signal from outside"
+        return _failed(gone, reason, exit_.jitter, now_s, launch)
     if exit_.code == 0 and launch.restart is not RestartPolicy.ALWAYS:
         return _settle(gone, S.FINISHED, now_s, reason)
     if exit_.code != 0 and exit_.failed_by is not None:

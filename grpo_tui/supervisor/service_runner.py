@@ -318,16 +318,20 @@ class ServiceRunner:
         if self._refused is not None:
             self._post_event(self._refused)
             return
-        failed_by = None
+        failed_by, is_unfinished = None, False
         if report.code != 0:
             searching = asyncio.to_thread(self._failed_by, log_offset)
             failed_by = await self._guarded("search of its log", searching, otherwise=None)
+        elif self._launch.unfinished is not None:
+            looking = asyncio.to_thread(self._logged, log_offset, self._launch.unfinished)
+            is_unfinished = await self._guarded("search of its log", looking, otherwise=False)
         self._post_event(
             Exited(
                 code=report.code,
                 error=report.error,
                 failed_by=failed_by,
                 cause=self._end_of_ranks(attempt),
+                is_unfinished=is_unfinished,
                 last_lines=lines,
                 jitter=random.random(),
             )
@@ -336,8 +340,10 @@ class ServiceRunner:
     def _failed_by(self, log_offset: int) -> str | None:
         """The service whose failure ended this attempt, as its log shows."""
         patterns = self._launch.failed_by.items()
-        found = (name for name, line in patterns if LogSearch(self._log, log_offset, line).search().passed)
-        return next(found, None)
+        return next((name for name, line in patterns if self._logged(log_offset, line)), None)
+
+    def _logged(self, log_offset: int, line: str) -> bool:
+        return LogSearch(self._log, log_offset, line).search().passed
 
     async def _sweep(self) -> None:
         name = self._launch.name

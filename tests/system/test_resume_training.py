@@ -21,7 +21,7 @@ from ports import free_ports
 from workplace import PYTHON, Workplace
 
 from grpo_engine.wire.run_folder import checkpoint_steps
-from grpo_engine.wire.supervisor import ENDED_RUN_STATES
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunStatus, ServiceState
 from grpo_tui.client.local import look_at
 from grpo_tui.supervisor.keeper.proc import below, send_signal
 from grpo_tui.supervisor.keeper.proc import living as all_processes
@@ -142,12 +142,15 @@ def is_ending(place: Workplace, run: str) -> bool:
 
 
 def kill(place: Workplace, run: str, *, everything: bool) -> None:
-    """SIGKILL to the trainer, or to the supervisor with all that is below it."""
+    """SIGTERM to the trainer from outside, or SIGKILL to the supervisor with all that is below it."""
     status = json.loads(place.succeed("status", run, "--json"))
     if not everything:
-        os.kill(next(each["pid"] for each in status["services"] if each["name"] == "trainer"), signal.SIGKILL)
+        os.kill(next(each["pid"] for each in status["services"] if each["name"] == "trainer"), signal.SIGTERM)
         # Until the supervisor knows, a `resume` joins the run, as it does any live one.
         until_within(lambda: is_ending(place, run))
+        status = RunStatus.model_validate_json(place.succeed("status", run, "--json"))
+        ended = {each.name: (each.state, each.exit_code) for each in status.services}
+        assert ended["trainer"] == (ServiceState.FAILED, 0)  # it was finished, and the run as well
         return
     keepers = below(status["supervisor"]["pid"], all_processes())
     os.kill(status["supervisor"]["pid"], signal.SIGKILL)

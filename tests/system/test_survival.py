@@ -122,6 +122,15 @@ def test_a_service_can_be_stopped_while_it_starts_and_started_again(place: Workp
     until(lambda: place.service().attempt == 2 and is_open(port))
 
 
+def test_a_server_that_exits_with_code_0_by_a_signal_from_outside_is_started_again(place: Workplace) -> None:
+    port = free_port()
+    place.ports.append(port)
+    place.launch(f'[services.a]\nkind = "rollout_api"\nport = {port}\nbackoff_s = 0.01\n', service("b", IDLE))
+    place.until_state(ServiceState.READY)
+    os.kill(place.pid(), signal.SIGTERM)
+    place.until_state(ServiceState.READY, attempt=2)
+
+
 def followed(place: Workplace, *more: str, **settings: object) -> None:
     """Start a run whose trainer restarts with vllm."""
     trainer = place.recorded("trainer", needs=["vllm"], restart_with=["vllm"])

@@ -128,6 +128,19 @@ def test_the_restart_policy_decides_what_an_exit_means(policy: RestartPolicy, co
     assert play(launch(restart=policy), *UP, (9.0, Exited(code=code)))[0].state is state
 
 
+@pytest.mark.parametrize(("policy", "state"), [(NEVER, S.FAILED), (ON_FAILURE, S.BACKOFF), (ALWAYS, S.BACKOFF)])
+def test_an_exit_with_code_0_that_nobody_asked_for_is_a_failure_before_the_work_is_done(
+    policy: RestartPolicy, state: S
+) -> None:
+    """By SIGTERM from outside a trainer, and its run, were finished with steps left, and a server did not come back."""
+    unfinished = Exited(code=0, is_unfinished=True)
+    service, _ = play(launch(restart=policy), *UP, (9.0, unfinished))
+    assert service.state is state
+    assert (service.reason or "").startswith("exit code 0, but nothing here stopped it: a signal from outside")
+    stopped, _ = play(launch(restart=policy), *UP, (8.0, StopAsked()), (9.0, unfinished))
+    assert stopped.state is S.STOPPED
+
+
 def test_backoff_doubles_up_to_a_minute_and_has_a_quarter_of_jitter() -> None:
     delays = [backoff_s(launch(), number, 0.0) for number in range(8)]
     assert delays == [1, 2, 4, 8, 16, 32, MAX_BACKOFF_S, MAX_BACKOFF_S]
