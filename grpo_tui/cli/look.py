@@ -17,7 +17,7 @@ from grpo_engine.errors import PeerError
 from grpo_engine.wire.metrics import Band, MetricsLine, is_evaluated_score
 from grpo_engine.wire.supervisor import RunState, RunStatus, WaitsFor, how_to_go_on
 from grpo_tui.cli.arguments import JsonOption, RunArgument, note_unsupervised, run_to_read
-from grpo_tui.cli.printing import indented, one_line, table, write_line
+from grpo_tui.cli.printing import indented, one_line, table, warning_text, write_line
 from grpo_tui.client.api import Run, run_status
 from grpo_tui.client.local import age_words, duration_words, runs_and_left_out, stored_status
 from grpo_tui.paths import name_of_run
@@ -154,8 +154,7 @@ def _print_rest(status: RunStatus, bands: Mapping[str, Band]) -> None:
     if status.metrics:
         write_line(f"\n{table(_metric_lines(status.metrics, bands))}")
     for warning in status.warnings:
-        hint = f"\n  → {indented(warning.hint)}" if warning.hint else ""
-        write_line(f"\n{warning.severity}: {indented(warning.text)}{hint}")
+        write_line(f"\n{warning_text(warning)}")
 
 
 def _print_machines(status: RunStatus) -> None:

@@ -8,6 +8,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grpo_engine.wire.supervisor import Warning
 
 MAX_CELL = 1000
 """Characters: each row is as wide as the widest cell of each column."""
@@ -44,6 +48,12 @@ def one_line(text: object) -> str:
 def indented(text: str) -> str:
     """Text from elsewhere that may have several lines: those after its first do not begin as ours do."""
     return text.replace("\n", "\n  ")
+
+
+def warning_text(warning: Warning) -> str:
+    """A warning with what to do about it, on the line after it."""
+    hint = f"\n  → {indented(warning.hint)}" if warning.hint else ""
+    return f"{warning.severity}: {indented(warning.text)}{hint}"
 
 
 def write_bytes(content: bytes) -> None:

@@ -28,6 +28,7 @@ from grpo_engine.wire.supervisor import (
     UsageSampled,
 )
 from grpo_tui.cli.printing import write_line
+from grpo_tui.cli.training import Training, TrainingFollower
 from grpo_tui.client.api import Daemon, OpenedRun, ensure_daemon, look_at, stored_status, until_gone
 from grpo_tui.exit_codes import ExitCode
 
@@ -137,6 +138,11 @@ class ProgressPrinter:
         """Print a note about the waiting itself."""
         self._say(text, event="note", text=text)
 
+    def training(self, text: str) -> None:
+        """Print how training goes; programs read `metrics.jsonl` and `status --json`."""
+        if not self.as_json:
+            self._say(text.replace("\n", "\n" + " " * 8))  # below the text, which the time comes before
+
     def ended(self, watch: Watch, code: ExitCode) -> None:
         """Print the result: for people, once more why each service failed, which is far up by now."""
         if self.as_json:
@@ -176,7 +182,10 @@ class ProgressPrinter:
 
 async def stay(folder: Path, watch: Watch, say: ProgressPrinter, deadline: float | None, *, owns: bool) -> ExitCode:
     """Watch until the waiting is over; then leave the run or take it down."""
-    watching = asyncio.create_task(_watch(folder, watch, say))
+    follower = TrainingFollower(folder, say.training)
+    training = follower.training
+    watching = asyncio.create_task(_watch(folder, watch, say, training))
+    following = asyncio.create_task(follower.follow())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, watching.cancel)
@@ -192,13 +201,17 @@ async def stay(folder: Path, watch: Watch, say: ProgressPrinter, deadline: float
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
     if watch.state in ENDED_RUN_STATES or (code != ExitCode.OK and not owns and await _is_ending(folder)):
         await until_gone(folder)
     elif code != ExitCode.OK and owns:
         say.note("taking the run down")
-        await _take_down(folder, watch, say)
+        await _take_down(folder, watch, say, training)
     elif code != ExitCode.OK:
         say.note(f"the run goes on: `grpo-tui status {folder.name}` shows it, `grpo-tui down {folder.name}` ends it")
+    if watch.state in ENDED_RUN_STATES:
+        await follower.finish()
     return code
 
 
@@ -211,13 +224,14 @@ async def _is_ending(folder: Path) -> bool:
     return reply.status is not None and (reply.status.is_ending or reply.status.state in ENDED_RUN_STATES)
 
 
-async def _watch(folder: Path, watch: Watch, say: ProgressPrinter) -> ExitCode:
+async def _watch(folder: Path, watch: Watch, say: ProgressPrinter, training: Training) -> ExitCode:
     """Receive events until the waiting is over; a supervisor that exits meanwhile is replaced."""
     daemon = Daemon(folder)
     while True:
         try:
             async for message in daemon.events():
                 say.event(message)
+                training.receive(message)
                 code = watch.receive(message)
                 if code is not None:
                     return code
@@ -226,22 +240,23 @@ async def _watch(folder: Path, watch: Watch, say: ProgressPrinter) -> ExitCode:
         except PeerUnavailable:
             pass  # it has exited or not started yet
         if not await asyncio.to_thread(ensure_daemon, folder, was_live=True):
-            return _from_files(folder, watch, say)
+            return _from_files(folder, watch, say, training)
         say.note("the supervisor exited; a new one has taken the run over")
 
 
-def _from_files(folder: Path, watch: Watch, say: ProgressPrinter) -> ExitCode:
+def _from_files(folder: Path, watch: Watch, say: ProgressPrinter, training: Training) -> ExitCode:
     """The exit code of a run that was over before we could connect."""
     status = stored_status(look_at(folder))
     snapshot = Snapshot(number=0, status=status)
     say.event(snapshot)
+    training.receive(snapshot)
     code = watch.receive(snapshot)
     for service in watch.failed.values():
         say.note(f"{service.name} failed: {service.why}")
     return ExitCode.FAILED if code is None else code
 
 
-async def _take_down(folder: Path, watch: Watch, say: ProgressPrinter) -> None:
+async def _take_down(folder: Path, watch: Watch, say: ProgressPrinter, training: Training) -> None:
     daemon = Daemon(folder)
 
     is_listening = asyncio.Event()
@@ -250,6 +265,7 @@ async def _take_down(folder: Path, watch: Watch, say: ProgressPrinter) -> None:
         async for message in daemon.events():
             is_listening.set()
             say.event(message)
+            training.receive(message)
             watch.receive(message)
 
     listening = asyncio.create_task(listen())

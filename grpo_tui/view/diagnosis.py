@@ -54,3 +54,14 @@ def diagnose(
     ids = {warning.id for warning in found}
     found = [warning for warning in found if ids.isdisjoint(EXPLAINED_BY.get(warning.id, ()))]
     return sorted(found, key=lambda warning: GRAVITY[warning.severity])
+
+
+def merged_warnings(
+    status: RunStatus | None, own: tuple[Warning, ...], lines: Sequence[MetricsLine], now: float
+) -> tuple[Warning, ...]:
+    """The supervisor's warnings and our own, each id once, the most severe first."""
+    by_id = {warning.id: warning for warning in (status.warnings if status else [])}
+    stalled = () if status is None else (*stalls(lines, status, now), *unreported_machines(status, now))
+    for warning in (*diagnose((), status), *stalled, *own):
+        by_id.setdefault(warning.id, warning)
+    return tuple(sorted(by_id.values(), key=lambda warning: GRAVITY[warning.severity]))

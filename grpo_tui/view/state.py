@@ -6,7 +6,7 @@ a clock tick.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -33,12 +33,11 @@ from grpo_tui.run_files.timeline import after_event
 from grpo_tui.services.base import Launch
 from grpo_tui.view import machine_selection, viewer
 from grpo_tui.view.alignment import state as alignment_view
-from grpo_tui.view.diagnosis import GRAVITY, UNKNOWN_SETTINGS, diagnose
+from grpo_tui.view.diagnosis import UNKNOWN_SETTINGS, diagnose, merged_warnings
 from grpo_tui.view.folder_watch import FolderState, folder_warnings
 from grpo_tui.view.gpus import state as gpu_view
 from grpo_tui.view.logs import state as log_view
 from grpo_tui.view.logs.tail import LogView
-from grpo_tui.view.machine_rules import unreported_machines
 from grpo_tui.view.machine_selection import MachineFolded, MachineSelected
 from grpo_tui.view.machines import MachineRow, shown_rows
 from grpo_tui.view.metrics import state as plot_view
@@ -47,7 +46,6 @@ from grpo_tui.view.metrics.names import bands_of
 from grpo_tui.view.phases import StartPhases, Transition, Transitions, last_restart, with_service, with_services
 from grpo_tui.view.progress import Progress, progress_of
 from grpo_tui.view.rollouts import state as rollout_view
-from grpo_tui.view.stall_rules import stalls
 from grpo_tui.view.timeline import state as travel
 from grpo_tui.view.timeline.state import Known
 
@@ -504,17 +502,6 @@ def _rediagnosed(state: ViewState) -> ViewState:
     own = (*state.folder_warnings, *state.metric_warnings)
     warnings = merged_warnings(state.status, own, state.history.lines, state.now)
     return state if warnings == state.warnings else replace(state, warnings=warnings)
-
-
-def merged_warnings(
-    status: RunStatus | None, own: tuple[Warning, ...], lines: Sequence[MetricsLine], now: float
-) -> tuple[Warning, ...]:
-    """The supervisor's warnings and our own, each id once, the most severe first."""
-    by_id = {warning.id: warning for warning in (status.warnings if status else [])}
-    stalled = () if status is None else (*stalls(lines, status, now), *unreported_machines(status, now))
-    for warning in (*diagnose((), status), *stalled, *own):
-        by_id.setdefault(warning.id, warning)
-    return tuple(sorted(by_id.values(), key=lambda warning: GRAVITY[warning.severity]))
 
 
 def _with_metrics(state: ViewState, read: MetricsRead) -> ViewState:

@@ -7,10 +7,10 @@ from functools import lru_cache
 
 from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.wire.supervisor import Warning
-from grpo_tui.view.diagnosis import diagnose
+from grpo_tui.view.diagnosis import diagnose, merged_warnings
 from grpo_tui.view.logs.tail import LogView
 from grpo_tui.view.metrics.history import MetricHistory, extremes_until
-from grpo_tui.view.state import Connection, Outcome, ViewState, merged_warnings, outcome_of
+from grpo_tui.view.state import Connection, Outcome, ViewState, outcome_of
 from grpo_tui.view.timeline import state as travel
 
 
