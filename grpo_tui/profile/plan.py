@@ -20,6 +20,7 @@ from grpo_tui.profile.model import Profile
 from grpo_tui.profile.mps import MachineFacts, with_mps
 from grpo_tui.profile.plan_file import Plan, shown_command, shown_env
 from grpo_tui.services.base import Launch, Place
+from grpo_tui.services.trainer import Trainer
 
 __all__ = ["Plan", "describe", "make_plan", "plan_text"]
 
@@ -134,6 +135,7 @@ def plan_text(plan: Plan, loaded: LoadedProfile) -> str:
             f"port {ports}" if ports else "",
             f"GPU {gpus}" if gpus else "",
             _devices(launch, plan),
+            _sequences(launch, loaded),
         ]
         rows.append(f"\n{index}. {launch.name} ({launch.kind}): {' · '.join(fact for fact in facts if fact)}")
         rows += [f"   {launch.access}"] if launch.access else []
@@ -143,6 +145,12 @@ def plan_text(plan: Plan, loaded: LoadedProfile) -> str:
         rows.append(f"   {shown_command(launch)}")
     rows += [f"\n{note}" for note in plan.notes]
     return "\n".join(rows)
+
+
+def _sequences(launch: Launch, loaded: LoadedProfile) -> str:
+    """How much a trainer trains on at a time, which is the product of two settings."""
+    service = loaded.profile.services.get(launch.name)
+    return f"{service.sequences_per_batch:,} sequences a step" if isinstance(service, Trainer) else ""
 
 
 def _devices(launch: Launch, plan: Plan) -> str:

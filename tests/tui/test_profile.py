@@ -493,7 +493,7 @@ def test_a_path_is_relative_to_the_file_or_to_the_folder_of_the_shell_that_state
 @pytest.mark.parametrize(
     ("devices", "gpus", "where"), [("gpus = [2, 3]", [2, 3], "GPU"), ("processes = 2", [None] * 2, "CPU")]
 )
-def test_a_plan_lists_the_ranks_of_a_trainer_with_their_gpus(
+def test_a_plan_lists_the_ranks_of_a_trainer_with_their_gpus_and_the_sequences_of_a_step(
     devices: str, gpus: list[int | None], where: str, tmp_path: Path
 ) -> None:
     (tmp_path / "p.toml").write_text(
@@ -505,6 +505,7 @@ def test_a_plan_lists_the_ranks_of_a_trainer_with_their_gpus(
     assert told["ranks"] == [{"rank": rank, "gpu": gpu} for rank, gpu in enumerate(gpus)]
     words = [f"rank {rank} on {where}" + ("" if gpu is None else f" {gpu}") for rank, gpu in enumerate(gpus)]
     assert ", ".join(words) in plan_text(plan, loaded)
+    assert "1,024 sequences a step" in plan_text(plan, loaded)  # 32 × 32, as of the stock trainer
 
 
 @pytest.mark.parametrize(
