@@ -505,7 +505,7 @@ def test_a_plan_lists_the_ranks_of_a_trainer_with_their_gpus_and_the_sequences_o
     assert told["ranks"] == [{"rank": rank, "gpu": gpu} for rank, gpu in enumerate(gpus)]
     words = [f"rank {rank} on {where}" + ("" if gpu is None else f" {gpu}") for rank, gpu in enumerate(gpus)]
     assert ", ".join(words) in plan_text(plan, loaded)
-    assert "1,024 sequences a step" in plan_text(plan, loaded)  # 32 × 32, as of the stock trainer
+    assert "64 sequences a step" in plan_text(plan, loaded)  # 2 × 32
 
 
 @pytest.mark.parametrize(
