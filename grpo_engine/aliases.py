@@ -41,7 +41,7 @@ def run_colocated_grpo() -> int:
         return 2
     if defaults:
         sys.stderr.write(f"run-colocated-grpo: by default {' '.join(defaults)}\n")
-    return main(["train", "--weight-bridge-mode", "colocate", *defaults, *given])
+    return _run("train", ["--weight-bridge-mode", "colocate", *defaults, *given])
 
 
 def with_own_server(argv: list[str]) -> list[str]:

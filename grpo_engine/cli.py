@@ -5,7 +5,6 @@ Imports only the chosen command.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import signal
@@ -30,6 +29,7 @@ from grpo_engine.python_command import module_command
 from grpo_engine.ranks.launching import launch_ranks, share_cores
 from grpo_engine.ranks.place import rank_place
 from grpo_engine.ranks.restarting import RankRestarts
+from grpo_engine.streams import open_streams, outlive_readers, show_no_progress_bars
 from grpo_engine.wire.environment_variables import RESTARTS_VARIABLE
 from grpo_engine.wire.fork_server import RESTART_SIGNAL
 from grpo_engine.wire.secrets import masked_text, with_secrets
@@ -50,12 +50,14 @@ COMPILE = frozenset({"server", "train", "launch", "check", "reference"})
 """Commands in which torch may compile code."""
 USER_CODE = frozenset({"env", "atropos-env"})
 """Commands that run code of the user, whose child processes find modules as they always do."""
+PRINT_RESULTS = frozenset({"check", "export"})
+"""Commands whose stdout is what they are run for: one that cannot be written is their error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one service until it exits; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    _open_streams()
+    open_streams()
     if not words or words[0] in {"-h", "--help"}:
         print(_usage())
         return 0 if words else FINAL_ERROR
@@ -65,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FINAL_ERROR
     if argv is None:  # else this process is not ours alone
         _close_to_others(words[0])
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # as that of stderr: a locale may lack letters of ours
+        outlive_readers(["stderr"] if words[0] in PRINT_RESULTS else ["stdout", "stderr"])
+        show_no_progress_bars(os.environ)
     log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per request adds nothing to the metrics
     logging.getLogger("huggingface_hub").propagate = False  # it prints its lines on its own
@@ -77,13 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         unfreeze()  # else Triton's bindings report all that was imported as leaks
     return code
-
-
-def _open_streams() -> None:
-    """Have all three streams where a shell has closed some (`>&-`); else a file or socket would get their numbers."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for the whole process
 
 
 def _exit_code(name: str, run: Callable[[], int]) -> int:

@@ -301,12 +301,9 @@ def _folder(config: CheckConfig) -> Path:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Print findings only; log lines of loading are shown with --debug-loading."""
-    from transformers.utils import logging as transformers_logging
-
     logger = logging.getLogger("grpo_engine")
     before = logger.level
     logger.setLevel(logging.WARNING)
-    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from grpo_engine.models.config import DtypeName
 from grpo_engine.models.shared import load_model_on_shared, log_tensors
 from grpo_engine.models.sources import is_at_hand, read_source, resolve_model
 from grpo_engine.models.tokenizer import load_tokenizer
+from grpo_engine.wire.log_lines import WEIGHTS_LOADING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -68,6 +69,7 @@ def load_model(
     Raises:
         ModelError: it cannot be found or read.
     """
+    log.info(WEIGHTS_LOADING.text, name)
     began = time.perf_counter()
     kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     model = read_source(

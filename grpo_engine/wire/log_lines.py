@@ -30,6 +30,7 @@ FORK_SERVER_RESTARTS = LogLine(
     r"Fork server: all processes .* have exited",
 )
 MODEL_MADE = LogLine("making %s in %s (once; later starts use it)", r"making (\S+) in .* \(once")
+WEIGHTS_LOADING = LogLine("loading the weights of %s", r"loading the weights of ")
 WEIGHTS_EXPORTED = LogLine("✓ Exported %d params to %s", r"Exported (\d+) params")
 WEIGHTS_ATTACHED = LogLine("attached to %d shared tensors of %s, version %d", r"attached to (\d+) shared tensors")
 WEIGHT_GROUP_CREATED = LogLine("[Bridge] ✓ %s group created: %d servers, %d processes", r"✓ (\w+) group created")

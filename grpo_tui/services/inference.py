@@ -18,6 +18,7 @@ from grpo_engine.wire.log_lines import (
     WAITING_FOR_STEP,
     WAITING_FOR_WEIGHTS,
     WEIGHTS_EXPORTED,
+    WEIGHTS_LOADING,
 )
 from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, restarts_file, speeds_file
 from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, RestartInPlace, RestartPolicy, Service, access_text
@@ -56,11 +57,10 @@ VLLM_PHASES = (
 """Lines of vLLM 0.20 to 0.33 and of our server, in order."""
 TORCH_PHASES = (
     (r"Started server process", "importing torch"),
-    (r"Loading weights: .*?(\d+)/(\d+)", "loading weights, {0} of {1} tensors"),
-    (r"Loading checkpoint shards: .*?(\d+)/(\d+)", "loading weights, {0} of {1} shards"),
+    (WEIGHTS_LOADING.pattern, "loading weights"),
     (WEIGHTS_EXPORTED.pattern, "weights are shared, {0} tensors"),
 )
-"""Lines of transformers and of our server."""
+"""Lines of our server."""
 
 
 class Inference(Service, OfPolicy, ServerConfig):

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from grpo_engine.flags import to_flags
 from grpo_engine.reference.config import ReferenceConfig
-from grpo_engine.wire.log_lines import MODEL_MADE
+from grpo_engine.wire.log_lines import MODEL_MADE, WEIGHTS_LOADING
 from grpo_engine.wire.reference import HEALTH_ROUTE
 from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, RestartPolicy, Service, access_text
 
@@ -16,10 +16,9 @@ READY_WITHIN_S = 300.0
 STALLED_S = 180.0
 PHASES = (
     (MODEL_MADE.pattern, "making {0}"),
-    (r"Loading weights: .*?(\d+)/(\d+)", "loading weights, {0} of {1} tensors"),
-    (r"Loading checkpoint shards: .*?(\d+)/(\d+)", "loading weights, {0} of {1} shards"),
+    (WEIGHTS_LOADING.pattern, "loading weights"),
 )
-"""Lines of transformers and of our service, in order."""
+"""Lines of our service, in order."""
 
 
 class Reference(Service, OfPolicy, ReferenceConfig):

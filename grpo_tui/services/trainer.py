@@ -23,6 +23,7 @@ from grpo_engine.wire.log_lines import (
     TRAINER_READY,
     WAITING_FOR_PEER,
     WEIGHTS_ATTACHED,
+    WEIGHTS_LOADING,
 )
 from grpo_engine.wire.run_folder import BRIDGE_FILE, HANDOVER_FOLDER, item_state_file, restarts_file
 from grpo_tui.services.base import Launch, OfPolicy, Place, Probe, RestartInPlace, Service
@@ -33,8 +34,7 @@ READY_WITHIN_S = 600.0
 STALLED_S = 180.0
 PHASES = (
     (MODEL_MADE.pattern, "making {0}"),
-    (r"Loading weights: .*?(\d+)/(\d+)", "loading weights, {0} of {1} tensors"),
-    (r"Loading checkpoint shards: .*?(\d+)/(\d+)", "loading weights, {0} of {1} shards"),
+    (WEIGHTS_LOADING.pattern, "loading weights"),
     (WEIGHTS_ATTACHED.pattern, "attached to {0} shared tensors"),
     (PARAMETERS_TRAINED.pattern, "handing {0} parameters to inference"),
     (REHEARSAL_BEGINS.pattern, "rehearsing a step, kernels are compiled the first time"),
@@ -42,7 +42,7 @@ PHASES = (
     (RESUMED.pattern, "resumed from {0}"),
     (WAITING_FOR_PEER.pattern, "waiting for a peer, {0} s at most"),
 )
-"""Lines of transformers and of our trainer, in order."""
+"""Lines of our trainer, in order."""
 PART_ARGUMENTS = (
     *("--processes", "{num_devices}", "--nodes", "{num_machines}", "--node-rank", "{number}"),
     *("--master-addr", "{address}", "--master-port", "{port}"),

@@ -83,8 +83,7 @@ VLLM_ON_GPUS = (
 
 TORCH = (
     ("INFO:     Started server process [6786]\n", "importing torch"),
-    ("\rLoading weights:   0%|          | 0/21 [00:00<?, ?it/s]", "loading weights, 0 of 21 tensors"),
-    ("\rLoading weights: 100%|██████████| 21/21 [00:00<00:00, 19718.02it/s]\n", "loading weights, 21 of 21 tensors"),
+    ("13:46:36 INFO grpo_engine.models.loading: loading the weights of local/tiny\n", "loading weights"),
     (
         "13:46:38 INFO grpo_engine.server.torch.weights: ✓ Exported 21 params to /r/bridge.json\n",
         "weights are shared, 21 tensors",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -57,7 +56,6 @@ class Recorder:
                 "--log-dir without one"
             ) from error
         self._last_step = 0
-        self._has_console = True
         self._has_told_logprobs = False
         self._total_steps = total_steps
         self._show_times = show_times
@@ -121,15 +119,8 @@ class Recorder:
             self._rollouts.append(to_line(line))
 
     def _print(self, text: str) -> None:
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except OSError as error:  # a full disk, or a closed pipe
-            if self._has_console:
-                log.warning("stdout is not writable: %s; training continues without console lines", error.strerror)
-            self._has_console = False
-            if isinstance(error, BrokenPipeError):  # else Python reports it again at exit
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def console_lines(step: int, total: int, metrics: Mapping[str, float], *, show_times: bool) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from bridging import bridge_context
 from serving import shift
 
-from grpo_engine.aliases import run_colocated_grpo
+from grpo_engine import aliases, cli
 from grpo_engine.bridges.engine import Layer
 from grpo_engine.bridges.placement.own import OwnModel
 from grpo_engine.bridges.transport.in_process import (
@@ -201,7 +201,8 @@ def test_the_file_of_a_co_located_trainer_is_read_whole_by_its_program(
     file = str(Path(__file__).parents[3] / "training_configs" / "dr_grpo_config.yaml")
     flags = ["--model", "local/tiny", "--task", "sort6", "--max-tokens", "8", "--gpus", "2", "--dry-run"]
     monkeypatch.setattr(sys, "argv", ["run_colocated_grpo.py", "--config", file, *flags, "--device", "cpu"])
-    assert run_colocated_grpo() == 0
+    monkeypatch.setattr(aliases, "main", lambda: cli.main(sys.argv[1:]))  # this process is not the trainer's alone
+    assert aliases.run_colocated_grpo() == 0
     printed, told = capsys.readouterr()
     for setting in ("--max-num-seqs 32", "--enforce-eager", "--sync-frequency 100", "--processes 2"):
         assert setting in printed
