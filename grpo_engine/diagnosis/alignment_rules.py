@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from grpo_engine.diagnosis.evidence import MIN_TOKENS, Evidence
 from grpo_engine.diagnosis.finding import Certainty, Finding
-from grpo_engine.diagnosis.text import count_text, number_text
+from grpo_engine.diagnosis.text import RESTART_INFERENCE, count_text, number_text
 from grpo_engine.diagnosis.token_differences import Part, PartAt
 
 EQUAL = 1e-4
@@ -253,7 +253,7 @@ def old_weights(known: Evidence) -> Iterator[Finding]:
             cause="inference has old weights",
             text=f"no token was sampled with weights younger than {count_text(youngest.low, 'version')}, and they "
             f"differ by {number_text(numbers.all.abs_mean)}: new weights arrive late or not at all",
-            hint="press v to restart vLLM with the newest weights; a lower --vllm-restart-interval, another "
+            hint=f"{RESTART_INFERENCE} starts vLLM with the newest weights; a lower --vllm-restart-interval, another "
             "--weight-bridge-mode; if they only wait in the queue, --max-staleness 1",
         )
     elif len(ages) >= 2 and oldest.part.abs_mean >= GROWTH * max(youngest.part.abs_mean, EQUAL):
@@ -314,7 +314,7 @@ def weights_not_applied(known: Evidence) -> Iterator[Finding]:
             certainty=Certainty.LIKELY if is_biased else Certainty.POSSIBLE,
             cause="new weights do not reach inference",
             text=f"{grown}: inference says a new version and answers with old weights",
-            hint="press v to restart vLLM; another --weight-bridge-mode; with shared_vllm try --enforce-eager",
+            hint=f"{RESTART_INFERENCE}; another --weight-bridge-mode; with shared_vllm try --enforce-eager",
         )
 
 

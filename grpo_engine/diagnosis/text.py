@@ -24,6 +24,15 @@ def number_text(value: float | None) -> str:
     return f"{value:.{min(digits, 4)}f}"
 
 
+def with_key(words: str, key: str) -> str:
+    """What to do, with the key of the screen that does it: commands print the same words, where there are no keys."""
+    return f"{words} ({key} on the screen)"
+
+
+RESTART_INFERENCE = with_key("`grpo-tui restart vllm`", "v")
+"""Where the name of the server is not known."""
+
+
 def count_text(count: int, noun: str) -> str:
     """`1 restart`, `3 restarts`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

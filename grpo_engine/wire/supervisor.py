@@ -252,6 +252,9 @@ class ServiceStatus(Message):
     ready_at: Time | None = None
     attempt: Whole = 0
     restarts: Whole = 0
+    """For whatever reason, also by request."""
+    failures: Whole = 0
+    """Those that its restart policy counts: within `restart_window_s`, and since it was last started by request."""
     exit_code: Whole | None = None
     """Of the last attempt; negative is the signal that ended it."""
     ports: Annotated[list[Whole], Field(max_length=MAX_SERVICES)] = []

@@ -137,6 +137,7 @@ class StatusReport:
             ready_at=times.ready_at,
             attempt=service.attempt,
             restarts=max(0, service.num_starts - 1),
+            failures=sum(time.monotonic() - at < launch.restart_window_s for at in service.restarted_at_s),
             exit_code=service.exit_code,
             ports=list(launch.ports),
             gpus=list(launch.gpus),

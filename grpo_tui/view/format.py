@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from grpo_engine.diagnosis.text import UNKNOWN as UNKNOWN
 from grpo_engine.diagnosis.text import count_text as count_text
 from grpo_engine.diagnosis.text import number_text as number_text
+from grpo_engine.diagnosis.text import with_key as with_key
 
 SPARK_BARS = "▁▂▃▄▅▆▇█"
 KIBI = 1024

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from grpo_engine.wire.run_folder import crash_report_file
 from grpo_engine.wire.supervisor import (
     ENDED_RUN_STATES,
     GpuStatus,
@@ -14,10 +16,10 @@ from grpo_engine.wire.supervisor import (
     Warning,
 )
 from grpo_tui.exit_codes import ExitCode
-from grpo_tui.view.format import bytes_text, count_text
+from grpo_tui.view.format import bytes_text, count_text, with_key
 
-MANY_RESTARTS = 2
-"""From here on it is a crash loop; one restart may have been a person's."""
+MANY_FAILURES = 2
+"""From here on it is a crash loop."""
 INFERENCE_KIND = "inference"
 ENVIRONMENT_KINDS = frozenset({"environment", "atropos_environment"})
 TRAINER_KIND = "trainer"
@@ -66,7 +68,7 @@ def failed_services(status: RunStatus) -> Iterator[Warning]:
             text=f"{service.name} failed: {reason(service) or _ended_with(service.exit_code)}",
             hint=_help_for_refused(service, status)
             if service.is_refused
-            else f"{_help_for(service, status)}; c opens its crash report; its log: {service.log}",
+            else f"{_help_for(service, status)}; {_crash_report(service)}, its log {service.log}",
         )
 
 
@@ -81,36 +83,35 @@ def unhealthy_services(status: RunStatus) -> Iterator[Warning]:
             what = "answers, but its engine is stalled"
         elif service.probe is ProbeOutcome.SILENT:
             what = "hangs: it accepts connections and never answers"
-        ways = f"`v` or `grpo-tui restart {service.name}`"
-        if service.kind != INFERENCE_KIND:
-            ways = f"`grpo-tui restart {service.name}`"
+        way = f"`grpo-tui restart {service.name}`"
+        if service.kind == INFERENCE_KIND:
+            way = with_key(way, "v")
         yield Warning(
             id=f"unhealthy:{service.name}",
             severity="error",
             text=f"{service.name} {what}: {reason(service) or service.health or 'no answer'}",
-            hint=f"{ways} restarts it; see its log: {service.log}",
+            hint=f"{way} restarts it; see its log: {service.log}",
         )
 
 
 def crash_loops(status: RunStatus) -> Iterator[Warning]:
     """A service that exits repeatedly."""
     for service in status.services:
-        is_looping = service.restarts >= MANY_RESTARTS
+        is_looping = service.failures >= MANY_FAILURES
         if service.state is ServiceState.BACKOFF:
             why = reason(service) or _ended_with(service.exit_code)
             text = f"{service.name} exited and is restarted: {why}"
             if is_looping:
-                text = f"{service.name} keeps exiting ({count_text(service.restarts, 'restart')}): {why}"
+                text = f"{service.name} keeps exiting ({count_text(service.failures, 'failure')}): {why}"
         elif service.state is ServiceState.STARTING and is_looping:
-            text = f"{service.name} is starting again after {count_text(service.restarts, 'restart')}"
+            text = f"{service.name} is starting again after {count_text(service.failures, 'failure')}"
         else:
             continue
         yield Warning(
             id=f"restarting:{service.name}",
             severity="warning",
             text=text,
-            hint=f"{_help_for(service, status)}; c opens its newest crash report, "
-            f"`grpo-tui logs {service.name}` its log",
+            hint=f"{_help_for(service, status)}; {_crash_report(service)}, its log {service.log}",
         )
 
 
@@ -169,6 +170,13 @@ SERVICE_RULES: tuple[Callable[[RunStatus], Iterator[Warning]], ...] = (
 def reason(service: ServiceStatus) -> str | None:
     """Why it is where it is, in one line; the last lines of its log, which the supervisor adds, are left to its log."""
     return service.why.partition("\n")[0].removesuffix("; last lines:") if service.why else None
+
+
+def _crash_report(service: ServiceStatus) -> str:
+    """Where the report on its latest failure is: that of this attempt, or of the one before where it starts again."""
+    has_failed = service.state in (ServiceState.FAILED, ServiceState.BACKOFF)
+    report = crash_report_file(Path(service.log).parent, service.name, service.attempt - (not has_failed))
+    return f"{with_key('its crash report', 'c')} is {report}"
 
 
 def _users(gpu: GpuStatus) -> str:

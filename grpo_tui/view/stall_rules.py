@@ -11,7 +11,7 @@ from statistics import median
 
 from grpo_engine.wire.metrics import MetricsLine
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunStatus, ServiceState, ServiceStatus, WaitsFor, Warning
-from grpo_tui.view.format import duration_text
+from grpo_tui.view.format import duration_text, with_key
 from grpo_tui.view.progress import step_spans
 from grpo_tui.view.service_rules import ENVIRONMENT_KINDS, INFERENCE_KIND, TRAINER_KIND
 
@@ -101,7 +101,7 @@ def _hint(status: RunStatus, trainer: ServiceStatus) -> str:
     if status.write_faults or any(service.write_faults for service in status.services):
         return "first see to what cannot be written; services go on by themselves then"
     servers = [service.name for service in status.services if service.kind == INFERENCE_KIND]
-    restart = f"v or `grpo-tui restart {servers[0]}` restarts it" if servers else "its log says why"
+    restart = f"{with_key(f'`grpo-tui restart {servers[0]}`', 'v')} restarts it" if servers else "its log says why"
     environments = [service for service in status.services if service.kind in ENVIRONMENT_KINDS]
     logs = " and ".join(f"`grpo-tui logs {service.name}`" for service in environments or [trainer])
     if trainer.waits_for is WaitsFor.UPDATE:

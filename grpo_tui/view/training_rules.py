@@ -13,6 +13,7 @@ from statistics import median
 from types import MappingProxyType
 
 from grpo_engine.diagnosis.evidence import USUAL_CLIP, RunSettings
+from grpo_engine.diagnosis.text import RESTART_INFERENCE
 from grpo_engine.wire.metrics import (
     BATCHES_AHEAD,
     EVALUATION_PREFIX,
@@ -147,8 +148,8 @@ def _drifted_apart(measured: Measurements, began: float, now: float) -> Warning:
     else:
         cause = "new weights do not reach inference, or training moves too fast for it"
         hint = (
-            "press v to restart vLLM with the newest weights; if that helps, lower --vllm-restart-interval or change "
-            f"--weight-bridge-mode; if not, lower --lr{LOOK_CLOSER}"
+            f"{RESTART_INFERENCE} starts vLLM with the newest weights; if that helps, lower --vllm-restart-interval or "
+            f"change --weight-bridge-mode; if not, lower --lr{LOOK_CLOSER}"
         )
     return Warning(
         id="alignment",

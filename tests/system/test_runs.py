@@ -81,7 +81,7 @@ def test_a_crash_is_followed_by_restarts_until_the_limit(place: Workplace) -> No
     assert place.grpo("up", "--profile", "p", "--wait", "finished").returncode == 1
     assert len(place.starts()) == 3
     status = place.service()
-    assert (status.restarts, status.exit_code) == (2, 7)
+    assert (status.restarts, status.failures, status.exit_code) == (2, 2, 7)
     assert (status.why or "").startswith("exit code 7; given up after 2 restarts")
 
 

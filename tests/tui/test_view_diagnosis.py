@@ -279,9 +279,9 @@ PROFILE_COMMAND = "grpo-tui {} --profile hermes8b-shared"
             "",
         ),
         (
-            status_of(service("env", state="backoff", restarts=2, why="exit code 3; restart 3 of 5 after 4.2 s")),
-            "env keeps exiting (2 restarts): exit code 3; restart 3 of 5 after 4.2 s",
-            "c opens its newest crash report, `grpo-tui logs env` its log",
+            status_of(service("env", state="backoff", failures=3, why="exit code 3; restart 3 of 5 after 4.2 s")),
+            "env keeps exiting (3 failures): exit code 3; restart 3 of 5 after 4.2 s",
+            "its crash report (c on the screen) is crash-env-1.txt, its log env.log",
         ),
         (run_status(gpus=[gpu(other=12 * GIB)]), "12.0G", ""),
         (
@@ -315,7 +315,7 @@ def test_an_inference_server_that_hangs_or_stalls_is_called_so_and_v_restarts_it
 ) -> None:
     warning, hint = only_warning([], status_of(service("vllm", state="unhealthy", probe=probe, health="x")))
     assert words in warning.text
-    assert hint.startswith("`v` or `grpo-tui restart vllm` restarts it")
+    assert hint.startswith("`grpo-tui restart vllm` (v on the screen) restarts it")
 
 
 def test_a_stalled_engine_is_reported_before_its_service_is_unhealthy_and_one_late_answer_is_not() -> None:
@@ -328,7 +328,14 @@ def test_last_lines_of_a_log_are_left_to_the_crash_report() -> None:
     failed = service("env", state="failed", why="exit code 3; last lines:\n  RuntimeError: no data")
     warning, hint = only_warning([], status_of(failed))
     assert warning.text == "env failed: exit code 3"
-    assert "c opens its crash report" in hint
+    assert "its crash report (c on the screen) is crash-env-1.txt" in hint
+
+
+def test_a_start_after_failures_names_the_report_on_the_last_and_one_after_restarts_by_request_is_no_trouble() -> None:
+    warning, hint = only_warning([], status_of(service("vllm", state="starting", attempt=4, restarts=3, failures=2)))
+    assert warning.text == "vllm is starting again after 2 failures"
+    assert "crash-vllm-3.txt" in hint
+    assert ids([], status_of(service("vllm", state="starting", attempt=4, restarts=3))) == []
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped"])
@@ -362,7 +369,7 @@ def test_environments_may_end_before_or_after_the_training(status: RunStatus) ->
 
 def test_a_crash_loop_stays_one_warning_while_the_service_starts_again() -> None:
     for state in ("backoff", "starting"):
-        assert ids([], status_of(service("env", state=state, restarts=2, why="w"))) == ["restarting:env"]
+        assert ids([], status_of(service("env", state=state, failures=2, why="w"))) == ["restarting:env"]
     assert ids([], status_of(service("env", state="starting", restarts=1))) == []
 
 
