@@ -9,6 +9,7 @@ import errno
 import importlib
 import os
 import resource
+import shlex
 import signal
 import sys
 from types import FrameType
@@ -18,7 +19,15 @@ import typer
 from typer.core import TyperGroup
 
 from grpo_engine.errors import ConfigError, GrpoError
-from grpo_tui.cli.arguments import JoinOption, NewOption, ReadOnlyOption, ThemeOption, second_of
+from grpo_tui.cli.arguments import (
+    JoinOption,
+    NewOption,
+    ReadOnlyOption,
+    ThemeOption,
+    is_profile,
+    require_option,
+    second_of,
+)
 from grpo_tui.cli.printing import drop_stdout, open_stdout, write_line
 from grpo_tui.exit_codes import ExitCode
 
@@ -48,6 +57,11 @@ COMMANDS = {
 TAKE_OVERRIDES = frozenset({"up", "plan", "doctor", "sweep", "simulate"})
 """Those that take overrides of a profile."""
 
+ENGINE_COMMANDS = frozenset(
+    {"api", "server", "env", "atropos-env", "reference", "parameters", "train", "launch", "check"}
+)
+"""Those of `grpo-engine` whose names are none of ours."""
+
 
 class LazyGroup(TyperGroup):
     """Imports the module of a command when that command, or the list of all, is needed."""
@@ -75,12 +89,23 @@ class LazyGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments begin with; an error names the nearest one."""
+        """The command that the arguments begin with; an error says what to type instead."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            from grpo_engine.config import did_you_mean
-
-            ctx.fail(f"No such command {args[0]!r}{did_you_mean(args[0], COMMANDS)}.")
+            ctx.fail(f"No such command {args[0]!r}{_meant(args)}.")
+        if args and args[0] in TAKE_OVERRIDES - {"sweep"}:  # that has commands
+            require_option(ctx, args[0], args[1:])
         return super().resolve_command(ctx, args)
+
+
+def _meant(args: list[str]) -> str:
+    """` (did you mean …?)` about arguments that begin with no command of ours; nothing when none is near."""
+    if is_profile(args[:1]):
+        return f" (did you mean `{shlex.join(['grpo-tui', '--profile', *args])}`?)"
+    if args[0] in ENGINE_COMMANDS:
+        return f" (did you mean `{shlex.join(['grpo-engine', *args])}`?)"
+    from grpo_engine.config import did_you_mean
+
+    return did_you_mean(args[0], COMMANDS)
 
 
 def build_app() -> typer.Typer:

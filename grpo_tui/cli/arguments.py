@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
     from grpo_tui.client.local import Run
 
 RunArgument = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="Run id or unique prefix; default: the newest live run here.")
+    str | None,
+    typer.Argument(metavar="[RUN]", help="Run id, its beginning or last part; default: the newest live run here."),
 ]
 RunAndService = Annotated[
     list[str],
-    typer.Argument(metavar="[RUN] SERVICE", help="The service, optionally after a run id or unique prefix."),
+    typer.Argument(metavar="[RUN] SERVICE", help="The service, optionally after a run id, its beginning or last part."),
 ]
 TakePortsOption = Annotated[
     bool,
@@ -46,6 +48,20 @@ def second_of(*, new: bool, join: bool) -> Second | None:
     if new and join:
         raise typer.BadParameter("--new and --join exclude each other")
     return "new" if new else "join" if join else None
+
+
+def is_profile(words: list[str]) -> bool:
+    """Whether the first word names a profile, or a file of one."""
+    from grpo_tui.paths import available_profiles
+
+    return any(word.endswith(".toml") or word in available_profiles() for word in words[:1] if word[:1] != "-")
+
+
+def require_option(ctx: typer.Context, command: str, words: list[str]) -> None:
+    """Refuse a profile without `--profile`, with the command to type."""
+    if is_profile(words):
+        meant = shlex.join(["grpo-tui", command, "--profile", *words])
+        ctx.fail(f"A profile comes after --profile (did you mean `{meant}`?).")
 
 
 def split(words: list[str]) -> tuple[str | None, str]:

@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
 def compare_command(
     runs: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN", help="Two or more run ids or unique prefixes.")
+        list[str] | None, typer.Argument(metavar="RUN", help="Two or more run ids, their beginnings or last parts.")
     ] = None,
     metric: Annotated[
         list[str] | None, typer.Option("--metric", metavar="NAME", help="Also step by step, repeatable.")

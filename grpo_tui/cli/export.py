@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
 
 
 def export_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id or unique prefix.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, its beginning or its last part.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new or empty folder.")],
     step: Annotated[int | None, typer.Option("--step", min=0, help="Of the checkpoint; default: the newest.")] = None,
     merge_lora: Annotated[

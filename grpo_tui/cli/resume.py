@@ -22,7 +22,7 @@ from grpo_tui.cli.up import (
 )
 from grpo_tui.client.new_daemon import NewDaemon
 
-RunToContinue = Annotated[str, typer.Argument(metavar="RUN", help="Run id or unique prefix.")]
+RunToContinue = Annotated[str, typer.Argument(metavar="RUN", help="Run id, its beginning or its last part.")]
 
 
 def register(app: typer.Typer) -> None:

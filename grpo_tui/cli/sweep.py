@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from grpo_tui.cli.arguments import JsonOption
+from grpo_tui.cli.arguments import JsonOption, require_option
 from grpo_tui.cli.overrides import own_overrides
 from grpo_tui.cli.printing import indented, one_line, table, write_line
 from grpo_tui.exit_codes import ExitCode
@@ -24,9 +25,26 @@ DetachOption = Annotated[
 JobsOption = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Runs at a time; default: 1.")]
 
 
+class SweepGroup(TyperGroup):
+    """Says of a word that is no command what shows sweeps."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments begin with."""
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            from grpo_engine.config import did_you_mean
+            from grpo_tui.sweeps.folder import names
+
+            require_option(ctx, "sweep", args)
+            ctx.fail(
+                f"No such command {args[0]!r}{did_you_mean(args[0], self.commands)}. `grpo-tui` alone lists all sweeps "
+                f"and runs, `grpo-tui sweep status NAME` shows one; sweeps here: {', '.join(names()) or 'none'}"
+            )
+        return super().resolve_command(ctx, args)
+
+
 def register(app: typer.Typer) -> None:
     """Add the command of this module."""
-    sweep = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+    sweep = typer.Typer(cls=SweepGroup, invoke_without_command=True, rich_markup_mode=None)
     sweep.callback()(sweep_command)
     sweep.command("resume")(resume_command)
     sweep.command("status")(status_command)

@@ -46,6 +46,8 @@ READ_WHOLE_SUFFIX = ".json"
 """Of those that are read at once; the others are read in parts."""
 MAX_FILES = 16_384
 """In a run folder, or of its keepers: to look at each of a million takes a minute."""
+MOST_NAMED = 8
+"""Of the runs that a word may mean."""
 MOVING = {ServiceState.STARTING, ServiceState.READY, ServiceState.UNHEALTHY, ServiceState.STOPPING}
 
 
@@ -233,7 +235,7 @@ def is_over(folder: Path) -> bool:
 
 
 def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
-    """The run with this id or unique prefix; without one, the newest live run.
+    """The run with this id, its unique prefix or last parts (`9a55`); without one, the newest live run.
 
     Args:
         also_ended: whether the newest ended run is returned when there is no prefix and no live run.
@@ -245,12 +247,16 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
     if prefix is not None:
         exact = [run for run in known if run.id == prefix] or [run for run in known if name_of_run(run.id) == prefix]
         found = exact or [run for run in known if run.id.startswith(prefix)]
+        found = found or [run for run in known if prefix and run.id.endswith(f"-{prefix}")]
         if len(found) == 1:
             return found[0]
         if unreadable := [each for each in left_out if not found and each.run.startswith(prefix)]:
             raise NoSuchRun(f"run {prefix!r}: {unreadable[0]}")
-        names = ", ".join(run.id for run in (found or known)[:8]) or f"none in {logs.resolve()}"
-        raise NoSuchRun(f"run {prefix!r}: {'several runs match' if found else 'no such run'}; runs: {names}")
+        names = ", ".join(f"{run.id} ({_state_word(run)})" for run in (found or known)[:MOST_NAMED])
+        if len(found or known) > MOST_NAMED:
+            names += f" and {len(found or known) - MOST_NAMED} older ones"
+        what = "several runs match" if found else "no such run"
+        raise NoSuchRun(f"run {prefix!r}: {what}; runs, the newest first: {names or f'none in {logs.resolve()}'}")
     live = [run for run in known if run.is_live]
     if live or (also_ended and known):
         return (live or known)[0]
@@ -260,6 +266,13 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
     elif left_out:
         hint = str(left_out[0])
     raise NoSuchRun(f"no live run in {logs.resolve()}: {hint}")
+
+
+def _state_word(run: Run) -> str:
+    try:
+        return stored_status(run).state
+    except PeerError:
+        return "state unknown"
 
 
 def _started_at(folder: Path) -> float:

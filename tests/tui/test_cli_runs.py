@@ -69,16 +69,20 @@ def test_a_service_is_named_alone_or_after_its_run() -> None:
         split(["a", "b", "c"])
 
 
-def test_a_run_is_found_by_id_or_unique_prefix(tmp_path: Path) -> None:
+def test_a_run_is_found_by_id_unique_prefix_or_last_part(tmp_path: Path) -> None:
     make_run(tmp_path, "tiny-1", 1.0)
     make_run(tmp_path, "tiny-12", 2.0)
     make_run(tmp_path, "big-1", 3.0)
     assert find_run("tiny-1", tmp_path, also_ended=False).id == "tiny-1"
     assert find_run("b", tmp_path, also_ended=False).id == "big-1"
-    with pytest.raises(NoSuchRun, match="several runs match; runs: tiny-12, tiny-1"):
+    assert find_run("12", tmp_path, also_ended=False).id == "tiny-12"
+    make_state(tmp_path / "tiny-1", RunState.FINISHED)
+    names = r"tiny-12 \(state unknown\), tiny-1 \(finished\)"
+    with pytest.raises(NoSuchRun, match=f"several runs match; runs, the newest first: {names}"):
         find_run("tiny", tmp_path, also_ended=False)
-    with pytest.raises(NoSuchRun, match="no such run; runs: big-1, tiny-12, tiny-1"):
-        find_run("x", tmp_path, also_ended=False)
+    for word in ("x", "2", ""):
+        with pytest.raises(NoSuchRun, match=rf"the newest first: big-1 \(state unknown\), {names}"):
+            find_run(word, tmp_path, also_ended=False)
 
 
 def test_of_a_run_that_is_left_out_commands_name_the_file_that_prevents_it(tmp_path: Path) -> None:

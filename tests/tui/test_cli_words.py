@@ -34,6 +34,29 @@ def test_a_misspelt_command_names_the_nearest() -> None:
     assert "No such command 'statsu' (did you mean 'status'?)." in result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("up mine.toml --new", "(did you mean `grpo-tui up --profile mine.toml --new`?)"),
+        ("plan tiny-cpu", "(did you mean `grpo-tui plan --profile tiny-cpu`?)"),
+        ("mine.toml", "(did you mean `grpo-tui --profile mine.toml`?)"),
+        ("check --help", "(did you mean `grpo-engine check --help`?)"),
+        ("sweep mine.toml", "(did you mean `grpo-tui sweep --profile mine.toml`?)"),
+        ("sweep list", "`grpo-tui` alone lists all sweeps"),
+    ],
+)
+def test_words_that_are_no_command_are_answered_with_what_to_type(words: str, answer: str) -> None:
+    result = CliRunner().invoke(build_app(), words.split())
+    assert result.exit_code == ExitCode.USAGE
+    assert answer in result.output
+
+
+def test_commands_of_the_engine_are_known_as_such() -> None:
+    from grpo_engine.cli import COMMANDS
+
+    assert COMMANDS.keys() - cli.COMMANDS == cli.ENGINE_COMMANDS
+
+
 def test_the_version_is_printed() -> None:
     result = CliRunner().invoke(build_app(), ["--version"])
     assert (result.exit_code, result.output) == (ExitCode.OK, f"grpo-tui {version('grpo-tui')}\n")
