@@ -257,6 +257,8 @@ class ServiceStatus(Message):
     """Those that its restart policy counts: within `restart_window_s`, and since it was last started by request."""
     exit_code: Whole | None = None
     """Of the last attempt; negative is the signal that ended it."""
+    oom_kills: Whole | None = None
+    """Processes that the out-of-memory killer killed on its machine during that attempt; null where unknown."""
     ports: Annotated[list[Whole], Field(max_length=MAX_SERVICES)] = []
     gpus: list[Whole] = []
     cpu_percent: float | None = None

@@ -57,7 +57,6 @@ from grpo_tui.supervisor.placement.machine import LocalMachine, Machine
 from grpo_tui.supervisor.placement.remote import RemoteMachine
 from grpo_tui.supervisor.report.broadcast import Broadcast
 from grpo_tui.supervisor.report.crash_report import secrets, write_report
-from grpo_tui.supervisor.report.machine_facts import oom_kill_count
 from grpo_tui.supervisor.report.machines import Machines
 from grpo_tui.supervisor.report.self_reports import SelfReports
 from grpo_tui.supervisor.report.timeline import Timeline
@@ -497,8 +496,7 @@ class Supervisor:
 
     async def _write_crash_report(self, name: str, failed: Service) -> None:
         """Write the crash report, and only then run the hooks, which may send it somewhere."""
-        status, before = self.status(last_usage_of=name), self._runners[name].oom_kills_before
-        now = oom_kill_count()
+        status = self.status(last_usage_of=name)
         path = await asyncio.to_thread(
             write_report,
             self._run_folder,
@@ -507,7 +505,7 @@ class Supervisor:
             name,
             attempt=failed.attempt,
             why=failed.reason or "failed",
-            oom_kills=None if before is None or now is None else now - before,
+            oom_kills=self._runners[name].num_oom_kills(),
         )
         if path is not None:
             self.notice("info", f"{name}: the crash report is {path}", name)

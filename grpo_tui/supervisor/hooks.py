@@ -25,7 +25,7 @@ from grpo_tui.services.base import Place
 from grpo_tui.services.command import Command
 from grpo_tui.services.hook import Hook, HookEvent
 from grpo_tui.supervisor.keeper.client import ExitReport, Keeper, adopt_keeper, forget_attempt, start_keeper
-from grpo_tui.supervisor.machine import exit_text
+from grpo_tui.supervisor.report.exits import exit_text
 from grpo_tui.supervisor.service_runner import Notice
 
 HOOKS = "hooks"

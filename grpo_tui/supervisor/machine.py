@@ -20,13 +20,13 @@ Seconds are monotonic.
 from __future__ import annotations
 
 import math
-import signal
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from grpo_engine.wire.supervisor import ProbeOutcome, Refusal
 from grpo_engine.wire.supervisor import ServiceState as S
+from grpo_tui.supervisor.report.exits import exit_text
 
 if TYPE_CHECKING:
     from grpo_tui.services.base import Launch
@@ -95,6 +95,8 @@ class Service:
     """Restarts by policy within `restart_window_s`."""
     after_stop: AfterStop = AfterStop.REST
     exit_code: int | None = None
+    oom_kills: int | None = None
+    """As in `Exited`, of the last attempt."""
     reason: str | None = None
     """Why it left the state that was asked for, for people."""
     answer: str | None = None
@@ -256,6 +258,8 @@ class Exited:
     """Which of its ranks ended first, and how, as it reported."""
     is_unfinished: bool = False
     """Whether its work is not done, although its code is 0."""
+    oom_kills: int | None = None
+    """Processes that the kernel's out-of-memory killer killed on its machine meanwhile; None where unknown."""
     last_lines: tuple[str, ...] = ()
     jitter: float = 0.0
     """Fraction, 0 to 1, of the spread added to a backoff, so that services do not restart at the same moment."""
@@ -464,6 +468,7 @@ def _new_attempt(service: Service) -> Service:
         was_ready=False,
         is_killed=False,
         exit_code=None,
+        oom_kills=None,
         answer=None,
         outcome=None,
         phase=None,
@@ -612,7 +617,7 @@ def _exited(service: Service, exit_: Exited, now_s: float, launch: Launch) -> Se
     from grpo_tui.services.base import RestartPolicy  # here, since `state.json` is read without any setting
 
     gone = replace(service, has_process=False, is_running=False, is_restarting_in_place=False, exit_code=exit_.code)
-    gone = replace(gone, is_held=False)
+    gone = replace(gone, is_held=False, oom_kills=exit_.oom_kills)
     if service.is_restarting_in_place:
         return _wait(gone, now_s)  # it exited instead of restarting in place
     if service.state is S.FAILED:
@@ -684,13 +689,3 @@ def backoff_s(launch: Launch, num_restarts: int, jitter: float) -> float:
 def shortened(line: str) -> str:
     """A log line as a reason quotes it; an ellipsis marks the cut."""
     return line if len(line) <= MAX_QUOTED_CHARS else f"{line[: MAX_QUOTED_CHARS - 1]}…"
-
-
-def exit_text(code: int | None) -> str:
-    """An exit code in words."""
-    if code is None:
-        return "ended with an unknown exit code"
-    if code < 0:
-        known = {number.value: number.name for number in signal.Signals}
-        return f"ended by {known.get(-code, f'signal {-code}')}"
-    return f"exit code {code}"

@@ -113,7 +113,7 @@ class ServiceRunner:
         """Unix time of the last start."""
         self.begins_at: int | None = None
         """Offset in the log where the current start begins; None: where its attempt begins."""
-        self.oom_kills_before: int | None = None
+        self._oom_kills_before: int | None = None
         """The kernel's count of out-of-memory kills when the attempt started; None where unknown."""
         self._failed_parts: set[str] = set()
         """Of what is read from the service, what has failed; each is reported once."""
@@ -154,6 +154,11 @@ class ServiceRunner:
         """Clean up after an attempt that ended while no supervisor ran, and post its exit."""
         self._tasks.create_task(self._record_exit(attempt, report), name=f"end of {self._launch.name}")
 
+    def num_oom_kills(self) -> int | None:
+        """Processes that the kernel's out-of-memory killer has killed during the attempt; None where unknown."""
+        before, now = self._oom_kills_before, oom_kill_count()
+        return None if before is None or now is None else now - before
+
     def abandon(self) -> None:
         """Stop waiting for an attempt that hangs in the kernel."""
         if self._attempt_task is not None:
@@ -185,7 +190,7 @@ class ServiceRunner:
 
     async def _start_keeper(self, service: Service, *, is_held: bool) -> None:
         name = self._launch.name
-        self.oom_kills_before = oom_kill_count()
+        self._oom_kills_before = None if self._launch.is_placed else oom_kill_count()  # the count is of this machine
         try:
             self._prepare()
             keeper = await self._start(service.attempt, is_held=is_held)
@@ -332,6 +337,7 @@ class ServiceRunner:
                 failed_by=failed_by,
                 cause=self._end_of_ranks(attempt),
                 is_unfinished=is_unfinished,
+                oom_kills=self.num_oom_kills(),
                 last_lines=lines,
                 jitter=random.random(),
             )

@@ -60,6 +60,7 @@ class ServiceLedger(Message):
     restarted_at_s: tuple[FiniteFloat, ...]
     after_stop: AfterStop
     exit_code: Whole | None
+    oom_kills: Whole | None = None
     reason: str | None
     last_lines: tuple[str, ...]
     is_refused: bool
@@ -173,6 +174,7 @@ def to_ledger(
         restarted_at_s=service.restarted_at_s,
         after_stop=service.after_stop,
         exit_code=service.exit_code,
+        oom_kills=service.oom_kills,
         reason=service.reason,
         last_lines=service.last_lines,
         is_refused=service.is_refused,
@@ -206,6 +208,7 @@ def from_ledger(name: str, entry: ServiceLedger) -> Service:
         restarted_at_s=entry.restarted_at_s,
         after_stop=entry.after_stop,
         exit_code=entry.exit_code,
+        oom_kills=entry.oom_kills,
         reason=entry.reason,
         last_lines=entry.last_lines,
         is_refused=entry.is_refused,

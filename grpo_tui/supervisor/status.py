@@ -139,6 +139,7 @@ class StatusReport:
             restarts=max(0, service.num_starts - 1),
             failures=sum(time.monotonic() - at < launch.restart_window_s for at in service.restarted_at_s),
             exit_code=service.exit_code,
+            oom_kills=service.oom_kills,
             ports=list(launch.ports),
             gpus=list(launch.gpus),
             cpu_percent=placed.cpu_percent if machines else usage.cpu_percent if usage else None,

@@ -16,6 +16,7 @@ from grpo_engine.wire.supervisor import (
     Warning,
 )
 from grpo_tui.exit_codes import ExitCode
+from grpo_tui.supervisor.report.exits import exit_text, kill_text
 from grpo_tui.view.format import bytes_text, count_text, with_key
 
 MANY_FAILURES = 2
@@ -207,8 +208,10 @@ def _help_for(service: ServiceStatus, status: RunStatus) -> str:
     for words, hint in KNOWN_CAUSES:
         if any(word in why for word in words):
             return hint
-    if service.exit_code == -9:
-        return "killed by SIGKILL from outside, most often by the kernel's OOM killer: check `dmesg`"
+    if (
+        killed := kill_text(service.exit_code, service.why or exit_text(service.exit_code), service.oom_kills)
+    ) is not None:
+        return killed
     if service.exit_code == ExitCode.USAGE and service.kind != COMMAND_KIND:
         return f"wrong setting or unsuitable machine: `grpo-tui doctor --profile {status.profile}` checks both"
     return "the last lines of its log say why"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from grpo_tui.supervisor.report.crash_report import (
     hints,
     secrets,
 )
+from grpo_tui.supervisor.report.exits import exit_text
 from grpo_tui.supervisor.report.machine_facts import Facts, Space
 
 NOW = 1_790_000_000.0
@@ -200,6 +202,22 @@ def test_the_lines_that_look_most_like_the_cause(lines: list[str], found: list[s
     assert error_lines(lines) == found
 
 
+def test_after_a_signal_only_an_error_of_the_last_seconds_is_shown() -> None:
+    def said(*lines: str, exit_code: int = -9) -> list[str]:
+        ended = service("trainer", ServiceState.FAILED, exit_code=exit_code)
+        head = report(ended, why=exit_text(exit_code), history=[attempt(2)], logs={"trainer": lines})
+        return [line.removeprefix("  log says  ") for line in head if line.startswith("  log says")]
+
+    def at(age_s: int, words: str) -> str:
+        return f"{time.strftime('%H:%M:%S', time.localtime(NOW - age_s))} {words}"
+
+    healed = (at(20, "WARNING x: lost"), "httpx.ConnectError: refused", at(19, "INFO x: Ready"))
+    assert said(*healed) == []
+    assert said(*healed, exit_code=1) == ["httpx.ConnectError: refused"]
+    assert said(*healed, at(1, "INFO x: step"), "Aborted", exit_code=-6) == ["Aborted"]
+    assert said("MyError: no times here") == ["MyError: no times here"]
+
+
 @pytest.mark.parametrize(
     ("exit_code", "oom_kills", "words"),
     [
@@ -212,16 +230,17 @@ def test_the_lines_that_look_most_like_the_cause(lines: list[str], found: list[s
     ],
 )
 def test_an_exit_by_a_signal_has_a_hint(exit_code: int, oom_kills: int | None, words: str) -> None:
-    [hint] = hints(exit_code, [], UNKNOWN, oom_kills)
+    [hint] = hints(exit_code, exit_text(exit_code), [], UNKNOWN, oom_kills)
     assert words in hint
 
 
 def test_an_ordinary_exit_on_a_machine_with_room_has_no_hint_and_a_full_disk_is_one() -> None:
     roomy = replace(UNKNOWN, disk=PLENTY, shared_memory=PLENTY, memory=PLENTY)
-    assert list(hints(1, ["step 1"], roomy, 0)) == []
-    assert list(hints(None, [], roomy, None)) == []
+    assert list(hints(1, "exit code 1", ["step 1"], roomy, 0)) == []
+    assert list(hints(None, "", [], roomy, None)) == []
+    assert list(hints(-9, "no answer for 60 s", [], roomy, None)) == []  # the supervisor's
     full = replace(UNKNOWN, disk=Space(free_bytes=12_000_000, total_bytes=10**12))
-    assert list(hints(1, [], full, 0)) == ["the disk of the run folder is full: 12 MB free of 1000.0 GB"]
+    assert list(hints(1, "exit code 1", [], full, 0)) == ["the disk of the run folder is full: 12 MB free of 1000.0 GB"]
 
 
 def test_secrets_on_the_command_line_of_a_service_are_masked() -> None:

@@ -258,6 +258,11 @@ PROFILE_COMMAND = "grpo-tui {} --profile hermes8b-shared"
         ),
         (status_of(service("env", state="failed", exit_code=-9)), "signal 9", "dmesg"),
         (
+            status_of(service("env", state="failed", why="ended by SIGKILL", exit_code=-9, oom_kills=0)),
+            "ended by SIGKILL",
+            "neither the supervisor nor the out-of-memory killer sent SIGKILL",
+        ),
+        (
             status_of(
                 service("env", state="failed", why="exit code 2: grpo-engine env: task.functions: own:score failed")
             ),

@@ -46,7 +46,7 @@ from grpo_tui.run_files.metrics import latest_metrics
 from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor.keeper.client import KeeperState
-from grpo_tui.supervisor.machine import exit_text
+from grpo_tui.supervisor.report.exits import exit_text, has_ended_alone, kill_text
 from grpo_tui.supervisor.report.machine_facts import Facts, Space, machine_facts
 
 EARLIER_FAILURE = b"\n\n=== an earlier failure of the same attempt ===\n"
@@ -71,6 +71,9 @@ ALARM = re.compile(
     r"\b(?:ERROR|FATAL|CRITICAL|[Ff]atal error|panic(?:ked)?|Segmentation fault|Killed|Aborted|core dumped"
     r"|No space left on device|Address already in use|[Oo]ut of memory|cannot start)\b"
 )
+CLOCK = re.compile(r"\b(\d\d):(\d\d):(\d\d)\b")
+CLOCK_CHARS, LAST_SECONDS = 60, 5
+"""Where a log line has its time, and how long before a process was ended by a signal it may have logged why."""
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
 LOG_HINTS = (
     (
@@ -155,11 +158,14 @@ def _head(
     first_why = _first_line(why)
     yield f"{launch.name} failed: {first_why}"
     yield ""
-    for line in error_lines(lines):
-        yield f"  log says  {line}"
     code = service.exit_code if service is not None else None
-    has_ended_alone = code is not None and first_why.startswith(exit_text(code))  # else the supervisor ended it
-    for hint in hints(code if has_ended_alone else None, lines, facts, oom_kills):
+    is_by_signal = has_ended_alone(code, first_why) and _signal_of(code) is not None
+    if is_by_signal:
+        lines = of_last_seconds(lines, (record.ended_at if record else None) or facts.at)
+    for line in error_lines(lines):
+        if not is_by_signal or EXCEPTION.search(line) or ALARM.search(line):
+            yield f"  log says  {line}"
+    for hint in hints(code, first_why, lines, facts, oom_kills):
         yield f"  hint      {hint}"
     for words in _unwell(status.services, launch, record.started_at if record else None):
         yield f"  also      {words}"
@@ -190,26 +196,44 @@ def error_lines(lines: Sequence[str]) -> list[str]:
     return [_shortened(line, 2 * MAX_WHY_CHARS) for line in found]
 
 
-def hints(exit_code: int | None, lines: Sequence[str], facts: Facts, oom_kills: int | None) -> Iterator[str]:
+def of_last_seconds(lines: Sequence[str], ended_at: float) -> list[str]:
+    """The lines that a process logged in its last seconds, by their times: a signal follows from no earlier one.
+
+    A line without a time has that of the line before it; of a log without any, all count.
+    """
+    end, found, is_last = time.localtime(ended_at), [], True
+    for line in lines:
+        if clock := CLOCK.search(line[:CLOCK_CHARS]):
+            hours, minutes, seconds = map(int, clock.groups())
+            age_s = ((end.tm_hour - hours) * 60 + end.tm_min - minutes) * 60 + end.tm_sec - seconds
+            is_last = (age_s + 1) % 86_400 <= LAST_SECONDS + 1  # its times may be rounded up
+        if is_last:
+            found.append(line)
+    return found
+
+
+def hints(exit_code: int | None, why: str, lines: Sequence[str], facts: Facts, oom_kills: int | None) -> Iterator[str]:
     """Further evidence of a cause, and what to do.
 
     Args:
-        exit_code: of a process that the supervisor did not end; negative for a signal, as in `subprocess`.
+        exit_code: negative for a signal, as in `subprocess`.
+        why: why the attempt counts as failed.
     """
-    killed_by = -exit_code if exit_code is not None and exit_code < 0 else (exit_code or 0) - 128
-    if oom_kills:
-        times = "a process" if oom_kills == 1 else f"{oom_kills} processes"
-        yield f"the kernel's out-of-memory killer killed {times} on this machine during this attempt: use less memory"
-    elif killed_by == signal.SIGKILL:
-        if oom_kills is None:
-            yield "not killed by the supervisor, probably by the kernel's out-of-memory killer: `dmesg | grep -i oom`"
-        else:
-            yield "neither the supervisor nor the out-of-memory killer sent SIGKILL: a person or another program did"
-    yield from (words for number, words in SIGNAL_HINTS.items() if killed_by == number)
+    if (killed := kill_text(exit_code, why, oom_kills)) is not None:
+        yield killed
+    if has_ended_alone(exit_code, why):
+        yield from (words for number, words in SIGNAL_HINTS.items() if _signal_of(exit_code) == number)
     yield from (words for pattern, words in LOG_HINTS if any(pattern.search(line) for line in lines))
     for space, where in ((facts.disk, "the disk of the run folder"), (facts.shared_memory, "/dev/shm")):
         if space is not None and space.free_bytes < min(SCARCE_BYTES, space.total_bytes // 20):
             yield f"{where} is full: {_space(space)}"
+
+
+def _signal_of(exit_code: int | None) -> int | None:
+    """The signal that ended a process, or one below the shell that it is."""
+    if exit_code is None or 0 <= exit_code <= 128:
+        return None
+    return -exit_code if exit_code < 0 else exit_code - 128
 
 
 def _unwell(services: Iterable[ServiceStatus], launch: Launch, started_at: float | None) -> Iterator[str]:
