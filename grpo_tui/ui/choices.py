@@ -16,6 +16,7 @@ from typing import Any
 from grpo_engine.config import read_table
 from grpo_engine.errors import ConfigError
 from grpo_engine.installed import has_gpu_driver, is_installed
+from grpo_engine.models.local import missing_source
 from grpo_tui.paths import LOGS, PROFILES, available_profiles, new_run_id
 
 EDITORS = ("nano", "vim", "vi")
@@ -120,11 +121,23 @@ def _lack(table: Mapping[str, Any]) -> tuple[str | None, str]:
     model = table.get("model")
     if isinstance(model, dict) and model.get("device") == "cuda" and not has_gpu_driver():
         return "needs a GPU", "no GPU driver is loaded here"
+    name = model.get("name") if isinstance(model, dict) else None
+    if isinstance(name, str) and (source := missing_source(name)) is not None:
+        return "needs its model", source
     services = table.get("services")
-    servers = [one for one in services.values() if isinstance(one, dict)] if isinstance(services, dict) else []
-    needs_vllm = any(one.get("kind") == "inference" and one.get("engine", "vllm") == "vllm" for one in servers)
+    found = [one for one in services.values() if isinstance(one, dict)] if isinstance(services, dict) else []
+    needs_vllm = any(one.get("kind") == "inference" and one.get("engine", "vllm") == "vllm" for one in found)
     if needs_vllm and not is_installed("vllm"):
         return "needs vLLM", "it is not installed: pip install 'grpo-tui[vllm]'"
+    for one in found:
+        if one.get("kind") == "atropos_environment" and isinstance(python := one.get("python"), str):
+            path = Path(os.path.expandvars(python)).expanduser()
+            is_fixed = path.is_absolute() or path.parts[:1] == ("$ATROPOS_VENV",)  # others are beside the profile
+            if is_fixed and not path.exists():
+                return "needs Atropos", f"there is no {path}: docs/environments.md says how it is installed"
+    cluster = table.get("cluster")
+    if isinstance(cluster, dict) and cluster.get("kind") == "ray" and not is_installed("ray"):
+        return "needs Ray", "it is not installed: pip install 'grpo-tui[ray]'"
     return None, ""
 
 

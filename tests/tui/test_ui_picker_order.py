@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from textual.widgets import Input, OptionList
 
@@ -25,6 +27,22 @@ def test_profiles_that_need_vllm_say_so_where_it_is_not_installed(monkeypatch: p
     assert found["tiny-cpu"].lack is None
 
 
+def test_profiles_whose_model_atropos_or_ray_is_not_installed_come_after_those_that_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ATROPOS_VENV", str(tmp_path))
+    monkeypatch.setattr(choices, "has_gpu_driver", lambda: False)
+    monkeypatch.setattr(choices, "is_installed", lambda module: module != "ray")
+    monkeypatch.setattr(choices, "missing_source", lambda name: "pip install x" if "smollm2" in name else None)
+    found = profile_choices()
+    lacks = {choice.name: (choice.lack, choice.lack_note) for choice in found}
+    assert lacks["smollm-cpu"] == ("needs its model", "pip install x")
+    assert lacks["atropos-stock"][0] == "needs Atropos"
+    assert f"there is no {tmp_path}/bin/python" in lacks["atropos-stock"][1]
+    assert lacks["tiny-ray"][0] == "needs Ray"
+    assert found[0].name.startswith("tiny-")
+
+
 @pytest.mark.parametrize("has_driver", [True, False])
 def test_profiles_that_lack_a_gpu_come_last_and_say_so(monkeypatch: pytest.MonkeyPatch, has_driver: bool) -> None:
     monkeypatch.setattr(choices, "has_gpu_driver", lambda: has_driver)
@@ -32,7 +50,7 @@ def test_profiles_that_lack_a_gpu_come_last_and_say_so(monkeypatch: pytest.Monke
     lacks = [choice.lack is not None for choice in found]
     assert lacks == sorted(lacks)
     assert {choice.name: choice.lack for choice in found}["tiny-cpu"] is None
-    assert any(lacks) is not has_driver
+    assert any(choice.lack == "needs a GPU" for choice in found) is not has_driver
 
 
 @pytest.mark.slow
