@@ -53,6 +53,16 @@ class TrainerConfig(TrainConfig):
     """How, where the trainer does it; unset: as it is by default."""
 
     @property
+    def sampled_task(self) -> str | None:
+        """The task that it samples, with its settings: `python module='rewards' functions=['score']`."""
+        if self.environment is None:
+            return None
+        task = self.environment.task
+        settings = task.model_dump(mode="json", exclude_defaults=True)
+        name = settings.pop("name", task.name)
+        return " ".join([name, *(f"{key}={value!r}" for key, value in settings.items())])
+
+    @property
     def own_engine(self) -> Literal["torch", "vllm"] | None:
         """What samples in the trainer; None where nothing does."""
         if not self.bridge.samples_in_process:

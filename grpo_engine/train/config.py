@@ -377,6 +377,11 @@ class TrainConfig(Config):
     """0: inference is on this machine."""
 
     @property
+    def sampled_task(self) -> str | None:
+        """What a trainer that samples itself samples; None where environments do."""
+        return None
+
+    @property
     def sequences_per_batch(self) -> int:
         """Sequences in one optimizer step."""
         return self.batch_size * self.gradient_accumulation_steps

@@ -51,6 +51,8 @@ def decisive_settings(config: TrainConfig) -> dict[str, Any]:
         settings = {name: value for name, value in settings.items() if name not in _OF_ADAPTERS}
     if config.lr_schedule != "constant":  # else the length of the run has no effect on a step
         settings |= {"lr_schedule": config.lr_schedule, "training_steps": config.training_steps}
+    if config.sampled_task is not None:  # it has no effect on a step, but what the run learns depends on it
+        settings["task"] = config.sampled_task
     return {**settings, "model_name": config.model_name, "trains": "an adapter" if trains_adapter else "the model"}
 
 
@@ -59,7 +61,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[
     return {
         name: f"{name} {before.get(name)!r} → {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
+        if before.get(name) != now.get(name) and not (name == "task" and name not in before)  # it was not recorded
     }
 
 

@@ -64,10 +64,11 @@ def find_start(
         CheckpointError: the checkpoint is damaged, or of another model or other fixed settings.
     """
     checkpoints.tidy(save_path)
-    folder = checkpoints.newest(save_path)
+    folder, compared = checkpoints.newest(save_path), None
     if folder is not None:
         state = checkpoints.load(folder, model_name=trainee.config.model_name)
-        _compare(folder, state.marker.settings, settings)
+        compared = state.marker.settings
+        _compare(folder, compared, settings)
         try:
             marker = trainee.restore(state)
         except _DAMAGED as error:
@@ -88,14 +89,15 @@ def find_start(
     used = used_versions(save_path).through
     heads = journal.heads(after=step)
     if heads:
-        _compare(save_path / JOURNAL, heads[0].settings, settings)
+        if heads[0].settings != compared:
+            _compare(save_path / JOURNAL, heads[0].settings, settings)
         version, lease = heads[0].policy_version, heads[-1].lease
     last = step + len(heads)
     if num_lost := journal.forget_later(last):
         log.warning("the journal has a gap after step %d; %d later steps are lost", last, num_lost)
     highest = max([version, *(head.policy_version + 1 for head in heads)])
     oldest = _oldest_of_this_way([version_saved, *(head.policy_version for head in heads)], after=used)
-    same = len(list(takewhile(lambda head: head.settings == settings, heads)))
+    same = len(list(takewhile(lambda head: not changed_settings(head.settings, settings), heads)))
     if same < len(heads):
         log.warning("steps %d to %d are repeated under the new settings", step + same + 1, last)
         first_new = max(highest, attached.policy_version) + 1
@@ -178,6 +180,12 @@ def _compare(where: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
         raise CheckpointError(
             f"{where}: these settings cannot change in a resumed run: {', '.join(refused)}; set them back, "
             "choose another --save-path, or start from the beginning with --no-resume"
+        )
+    if changes.pop("task", None) is not None:
+        log.warning(
+            "%s was trained on the task %s, and training goes on from there with %s: another --save-path, or "
+            "--no-resume, begins anew",
+            *(where, before.get("task"), now.get("task", "batches of the rollout API")),
         )
     if changes:
         log.warning("%s: settings have changed: %s", where, ", ".join(changes.values()))

@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training import settings, trainee
@@ -25,7 +26,7 @@ from grpo_engine.processes import ProcessIdentity
 from grpo_engine.ranks.positions import OwnPosition
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.train.checkpointing.resuming import has_steps_left
+from grpo_engine.train.checkpointing.resuming import _compare, has_steps_left
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.launch import LaunchConfig, server_flags
 from grpo_engine.train.main import bridge_context, output_folders
@@ -117,6 +118,26 @@ def test_a_training_that_is_repeated_by_hand_says_that_nothing_is_to_do_and_reac
     [message] = [record.getMessage() for record in caplog.records if "nothing to do" in record.getMessage()]
     assert all(flag in message for flag in ("--training-steps is 3", "--no-resume", "another --save-path"))
     assert "Training finished" not in caplog.text
+
+
+def test_a_trainer_that_samples_itself_names_the_task_of_its_checkpoint_where_that_was_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def decisive(task: str) -> dict[str, Any]:
+        flags = ["--model", "m", "--weight-bridge-mode", "colocate", "--batch-size", "8", "--task", task]
+        return decisive_settings(parse_flags(TrainerConfig, flags, prog="train", description=""))
+
+    before, now = decisive("python:rewards:short"), decisive("sort6")
+    _compare(Path("step_3"), before, before)
+    _compare(Path("step_3"), {**before, "task": "sort6"}, now)
+    _compare(Path("step_3"), {name: value for name, value in before.items() if name != "task"}, now)  # an older one
+    assert caplog.messages == []
+    _compare(Path("step_3"), before, now)
+    [message] = caplog.messages
+    assert message == (
+        "step_3 was trained on the task python module='rewards' functions=['short'], and training goes on from there "
+        "with sort6: another --save-path, or --no-resume, begins anew"
+    )
 
 
 def test_a_training_that_is_repeated_with_another_rate_fails_instead_of_training_nothing(
