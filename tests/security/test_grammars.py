@@ -13,6 +13,8 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 
+from grpo_engine.errors import DataError
+from grpo_engine.server.vllm.requests import check_worker_limits
 from grpo_engine.server.vllm.stock import _GRAMMARS, _OF_OWNERS, StockApp, with_constraints_of_owners
 from grpo_engine.serving.access import AccessControl
 
@@ -85,3 +87,39 @@ def test_vllm_has_no_other_kind_of_grammar() -> None:
     assert "structured_outputs" in SamplingParams.__annotations__
     fields = {each.name for each in dataclasses.fields(StructuredOutputsParams) if not each.name.startswith("_")}
     assert fields - HARMLESS == set(_GRAMMARS)
+
+
+class Asked(SimpleNamespace):
+    """`SamplingParams`, each character of whose bad words is a token."""
+
+    def update_from_tokenizer(self, _tokenizer: None) -> None:
+        self.bad_words_token_ids = [list(map(ord, word)) for word in self.bad_words]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message", "is_of_second_runner"),
+    [
+        (
+            {"min_tokens": 1, "stop_token_ids": [5, 1_000_000]},
+            "stop_token_ids: 1000000 is not in the vocabulary",
+            False,
+        ),
+        ({"min_tokens": 1, "stop_token_ids": [-1]}, "stop_token_ids: -1 is not in the vocabulary of 2000", False),
+        ({"allowed_token_ids": [2000]}, "allowed_token_ids: 2000 is not in the vocabulary of 2000", False),
+        (
+            {"min_tokens": 1, "stop_token_ids": list(range(128))},
+            "stop_token_ids: 128 tokens; vLLM takes at most 127",
+            True,
+        ),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias: 1025 tokens; vLLM takes at most 1024", True),
+        ({"bad_words": ["a"] * 129}, "bad_words: 129 words of 129 tokens", True),
+        ({"bad_words": ["a" * 1025]}, "bad_words: 1 words of 1025 tokens", True),
+    ],
+)
+def test_what_ends_a_worker_of_vllm_is_refused(asked: dict[str, Any], message: str, is_of_second_runner: bool) -> None:
+    """One request of 100 bytes without the token, `min_tokens` with a stop token of a million, ended vLLM 0.27."""
+    with pytest.raises(DataError, match=message):
+        check_worker_limits(Asked(**asked), 2000, tokenizer=None, is_second_runner=True)
+    if is_of_second_runner:
+        check_worker_limits(Asked(**asked), 2000, tokenizer=None, is_second_runner=False)
+    check_worker_limits(Asked(stop_token_ids=list(range(1024))), 2000, tokenizer=None, is_second_runner=True)

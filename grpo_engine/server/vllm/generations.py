@@ -26,7 +26,7 @@ from grpo_engine.server.prompts import check_num_completions, check_num_logprobs
 from grpo_engine.server.speed_meter import SpeedMeter
 from grpo_engine.server.stall_detector import StallDetector
 from grpo_engine.server.vllm.adapters import VllmAdapters
-from grpo_engine.server.vllm.requests import generation, refusals, sampling_params
+from grpo_engine.server.vllm.requests import check_worker_limits, generation, refusals, sampling_params
 from grpo_engine.server.vllm.running import CoreOutputs, RunningVersions, lengths_so_far
 from grpo_engine.server.vllm.slots import Slots
 from grpo_engine.serving.access import Token, caller
@@ -66,6 +66,8 @@ class Generations:
         self.meter = SpeedMeter()
         self.adapters = VllmAdapters(config.model_name, self.awaiting_core)
         self.outputs: CoreOutputs
+        self._is_second_runner = False
+        """Whether vLLM's workers use its second model runner."""
         self._ping: asyncio.Task[None] | None = None
         """Sent to a stalled engine core; its answer shows that it works again."""
         self._num_requests = 0
@@ -81,6 +83,7 @@ class Generations:
     def listen_to(self, llm: AsyncLLM) -> None:
         """See every message of the engine core from now on."""
         cache = llm.vllm_config.cache_config
+        self._is_second_runner = llm.vllm_config.use_v2_model_runner
         num_cacheable = (cache.num_gpu_blocks or 0) * cache.block_size
 
         def arrived(output: Any) -> None:
@@ -157,9 +160,19 @@ class Generations:
     async def outputs_of(
         self, llm: AsyncLLM, prompt: Any, sampling: Any, request_id: str, lora: LoRARequest | None = None, **others: Any
     ) -> AsyncGenerator[Any, None]:
-        """vLLM's outputs for one request, with the served adapter unless another one is named."""
+        """vLLM's outputs for one request, with the served adapter unless another one is named.
+
+        Raises:
+            DataError: vLLM refuses the request, or would end at it.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        check_worker_limits(
+            sampling,
+            int(llm.model_config.hf_text_config.vocab_size),
+            tokenizer=llm.output_processor.tokenizer,
+            is_second_runner=self._is_second_runner,
+        )
         lora = lora or self.adapters.lora
         if isinstance(prompt, dict):
             prompt = _salted(prompt, f"{self._instance}-{self.lock.read().sequence}")

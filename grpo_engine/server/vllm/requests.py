@@ -18,6 +18,14 @@ PROMPT_TAIL = 8
 """Tokens of a prompt before which nothing changes how the next ones are decoded."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """At the end of a text: bytes of a character whose others were not sampled."""
+_INDICES = ("stop_token_ids", "allowed_token_ids", "logit_bias")
+"""Parameters whose tokens vLLM's workers use as indices into the logits."""
+_MAX_TOKENS_IN_WORKER = {"allowed_token_ids": 1024, "logit_bias": 1024, "logprob_token_ids": 128}
+_MAX_STOP_TOKENS_IN_WORKER = 127
+"""Without the end token of the model, which counts as one more; they matter with `min_tokens`."""
+_MAX_BAD_WORDS_IN_WORKER = 128
+_MAX_BAD_WORD_TOKENS_IN_WORKER = 1024
+"""Of vLLM's second model runner (`v1/worker/gpu/sample`), the default on GPUs."""
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -57,6 +65,43 @@ def sampling_params(params: GenerateRequest, max_tokens: int) -> Any:
         )
     except refusals() as error:
         raise DataError(f"vLLM refuses the request: {error}") from None
+
+
+def check_worker_limits(sampling: Any, vocabulary: int, *, tokenizer: Any, is_second_runner: bool) -> None:
+    """Refuse parameters at which a worker of vLLM fails, and with it the engine core, whoever sent them.
+
+    vLLM 0.26 and 0.27 do not look for stop tokens in the vocabulary: one of a million with `min_tokens` ended 0.27. The
+    second model runner checks the lengths of lists in the worker only.
+
+    Args:
+        tokenizer: vLLM's, by which it splits `bad_words`.
+
+    Raises:
+        DataError: a token is not in the vocabulary, or a list is too long.
+    """
+    values = {name: getattr(sampling, name, None) or () for name in (*_INDICES, *_MAX_TOKENS_IN_WORKER)}
+    for name in _INDICES:
+        if (foreign := next((token for token in values[name] if not 0 <= token < vocabulary), None)) is not None:
+            raise DataError(f"{name}: {foreign} is not in the vocabulary of {vocabulary}")
+    if not is_second_runner:
+        return
+    limits = dict(_MAX_TOKENS_IN_WORKER)
+    if getattr(sampling, "min_tokens", 0):
+        limits["stop_token_ids"] = _MAX_STOP_TOKENS_IN_WORKER
+    for name, most in limits.items():
+        if len(values[name]) > most:
+            raise DataError(f"{name}: {len(values[name])} tokens; vLLM takes at most {most}: send fewer")
+    if getattr(sampling, "bad_words", None):
+        try:
+            sampling.update_from_tokenizer(tokenizer)
+        except refusals() as error:
+            raise DataError(f"vLLM refuses the request: {error}") from None
+        split = sampling.bad_words_token_ids
+        if len(split) > _MAX_BAD_WORDS_IN_WORKER or sum(map(len, split)) > _MAX_BAD_WORD_TOKENS_IN_WORKER:
+            raise DataError(
+                f"bad_words: {len(split)} words of {sum(map(len, split))} tokens, with and without a blank before; "
+                f"vLLM takes at most {_MAX_BAD_WORDS_IN_WORKER} of {_MAX_BAD_WORD_TOKENS_IN_WORKER}: send fewer"
+            )
 
 
 def refusals() -> tuple[type[Exception], ...]:
