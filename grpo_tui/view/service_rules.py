@@ -69,7 +69,7 @@ def failed_services(status: RunStatus) -> Iterator[Warning]:
             text=f"{service.name} failed: {reason(service) or _ended_with(service.exit_code)}",
             hint=_help_for_refused(service, status)
             if service.is_refused
-            else f"{_help_for(service, status)}; {_crash_report(service)}, its log {service.log}",
+            else f"{_help_for(service, status)}; {_crash_report(service)}",
         )
 
 
@@ -112,7 +112,7 @@ def crash_loops(status: RunStatus) -> Iterator[Warning]:
             id=f"restarting:{service.name}",
             severity="warning",
             text=text,
-            hint=f"{_help_for(service, status)}; {_crash_report(service)}, its log {service.log}",
+            hint=f"{_help_for(service, status)}; {_crash_report(service)}",
         )
 
 

@@ -250,7 +250,11 @@ PROFILE_COMMAND = "grpo-tui {} --profile hermes8b-shared"
 @pytest.mark.parametrize(
     ("status", "text", "hint"),
     [
-        (status_of(service("trainer", state="failed", why="no data")), "trainer failed: no data", "trainer.log"),
+        (
+            status_of(service("trainer", state="failed", why="no data")),
+            "trainer failed: no data",
+            "crash-trainer-1.txt",
+        ),
         (
             status_of(service("vllm", state="failed", why="exit code 2: no GPU is here", exit_code=2)),
             "no GPU is here",
@@ -286,7 +290,7 @@ PROFILE_COMMAND = "grpo-tui {} --profile hermes8b-shared"
         (
             status_of(service("env", state="backoff", failures=3, why="exit code 3; restart 3 of 5 after 4.2 s")),
             "env keeps exiting (3 failures): exit code 3; restart 3 of 5 after 4.2 s",
-            "its crash report (c on the screen) is crash-env-1.txt, its log env.log",
+            "its crash report (c on the screen) is crash-env-1.txt",
         ),
         (run_status(gpus=[gpu(other=12 * GIB)]), "12.0G", ""),
         (
