@@ -8,6 +8,10 @@ from grpo_engine.environments.atropos.config import AtroposEnvConfig
 from grpo_engine.flags import to_flags
 from grpo_tui.services.base import Launch, OfPolicy, Place, RestartPolicy, Service
 
+REFUSED = r"Error fetching from server\. (Status: 4\d\d, .*)"
+"""What a stock environment logs of a request that the rollout API refused: a traceback of 80 lines follows, without the
+reason."""
+
 
 class AtroposEnvironment(Service, OfPolicy, AtroposEnvConfig):
     """Runs an environment file of Atropos unchanged, with the Python that has atroposlib."""
@@ -25,4 +29,5 @@ class AtroposEnvironment(Service, OfPolicy, AtroposEnvConfig):
             self.kind,
             place,
             engine=("atropos-env", *to_flags(config, AtroposEnvConfig)),
+            cause=REFUSED,
         )

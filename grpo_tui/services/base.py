@@ -474,6 +474,8 @@ class Launch:
     unfinished: str | None = None
     """Regular expression for a line of its log by which an exit with code 0 that nobody asked for is not the end of its
     work but a failure; empty: its work has no end, as a server's."""
+    cause: str | None = None
+    """Regular expression for a line before its last ones that says why it failed; its first group is quoted."""
     is_optional: bool = False
     """Whether the run goes on without it: its last log line says why it exits with 0 before it is ready."""
     followers: tuple[str, ...] = ()

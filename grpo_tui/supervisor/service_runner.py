@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -37,6 +38,7 @@ from grpo_tui.supervisor.machine import (
     ServerKilled,
     Service,
     Spawned,
+    shortened,
 )
 from grpo_tui.supervisor.placement.machine import Machine
 from grpo_tui.supervisor.probes import Answer, LogSearch, Prober
@@ -50,6 +52,8 @@ START_LIMIT_S = 5.0
 IN_PLACE_POLL_S = 0.05
 SERVER_POLL_S = 0.5
 PREPARED_POLL_S = 0.2
+CAUSE_LINES = 200
+"""Lines at the end of a log that are searched for why it failed: a traceback of several parts has a hundred."""
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -323,8 +327,10 @@ class ServiceRunner:
         if self._refused is not None:
             self._post_event(self._refused)
             return
-        failed_by, is_unfinished = None, False
+        failed_by, cause, is_unfinished = None, None, False
         if report.code != 0:
+            looking_back = asyncio.to_thread(logged_cause, self._log, log_offset, self._launch.cause)
+            cause = await self._guarded("search of its log", looking_back, otherwise=None)
             searching = asyncio.to_thread(self._failed_by, log_offset)
             failed_by = await self._guarded("search of its log", searching, otherwise=None)
         elif self._launch.unfinished is not None:
@@ -335,7 +341,7 @@ class ServiceRunner:
                 code=report.code,
                 error=report.error,
                 failed_by=failed_by,
-                cause=self._end_of_ranks(attempt),
+                cause=self._end_of_ranks(attempt) or (cause and shortened(self._mask(cause))),
                 is_unfinished=is_unfinished,
                 oom_kills=self.num_oom_kills(),
                 last_lines=lines,
@@ -498,3 +504,11 @@ def _content(file: Path) -> bytes:
         return file.read_bytes()
     except OSError:
         return b""
+
+
+def logged_cause(log: Path, offset: int, pattern: str | None) -> str | None:
+    """What the first group of the pattern has of the last line near the end of a log that it matches."""
+    if pattern is None:
+        return None
+    found = (re.search(pattern, line) for line in reversed(last_lines(log, offset, CAUSE_LINES)))
+    return next((match[1] for match in found if match), None)

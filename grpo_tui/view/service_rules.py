@@ -44,6 +44,7 @@ KNOWN_CAUSES = (
         ("mps server", "mps client", "cudaerrormps"),
         "see mps.log; where it happens again, `mps = false` in [gpu] of the profile runs the services without MPS",
     ),
+    (("desired_name",), "give the environment a name: `name` of its service, or wandb_name in its file"),
     (("re-initialize cuda",), "set VLLM_WORKER_MULTIPROC_METHOD=spawn in the service's env"),
     (
         ("no module named", "modulenotfound", "command not found", "no such file"),

@@ -13,9 +13,11 @@ import pytest
 from stage import Stage, python
 
 from grpo_engine.wire.supervisor import RunState, RunStatus, ServiceState, ServiceStatus
+from grpo_tui.services.atropos_environment import REFUSED
 from grpo_tui.services.base import Launch
 from grpo_tui.supervisor.report.crash_report import MAX_REPORTS, write_report
 from grpo_tui.supervisor.report.machine_facts import machine_facts, oom_kill_count
+from grpo_tui.supervisor.service_runner import logged_cause
 
 CRASH = """
 import os, subprocess, sys
@@ -135,6 +137,20 @@ def test_machine_facts_import_none_of_the_packages(stage: Stage) -> None:
 
 
 @pytest.mark.skipif("oom_kill " not in Path("/proc/vmstat").read_text(), reason="this kernel does not count them")
+def test_a_refusal_by_the_rollout_api_is_found_above_the_traceback_that_follows(tmp_path: Path) -> None:
+    def line(words: str) -> str:
+        return f"Error fetching from server. Status: 422, Message: Unprocessable Entity. Response: {words}\n"
+
+    log = tmp_path / "env.log"
+    log.write_text(line("an earlier attempt"))
+    offset = log.stat().st_size
+    assert logged_cause(log, offset, REFUSED) is None
+    with log.open("a") as file:
+        file.write(line("1") + line("2") + "  File x\n" * 80 + "tenacity.RetryError: RetryError[<Future>]\n")
+    assert logged_cause(log, offset, REFUSED) == "Status: 422, Message: Unprocessable Entity. Response: 2"
+    assert logged_cause(log, offset, None) is None
+
+
 def test_the_kernel_counts_oom_kills() -> None:
     count = oom_kill_count()
     assert count is not None

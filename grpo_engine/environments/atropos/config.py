@@ -84,7 +84,7 @@ class AtroposEnvConfig(Config):
 
     # Registration
     name: str | None = Field(None, validation_alias=AliasChoices("name", "wandb_name"))
-    """Name of the environment; unset: the environment's default."""
+    """Name of the environment; unset: the environment's default, or that of its class where it has none."""
     weight: float | None = Field(None, ge=0, validation_alias=AliasChoices("weight", "inference_weight"))
     """Share of the generation relative to the other environments."""
     min_batch_allocation: float | None = Field(None, ge=0, le=1)

@@ -18,7 +18,7 @@ from types import FrameType
 
 from grpo_engine.environments.atropos.config import AtroposEnvConfig
 from grpo_engine.environments.atropos.observers import Api, Connections, RunStatus, Servers
-from grpo_engine.environments.atropos.settings_file import batch_warnings, serve_text, setting_warnings
+from grpo_engine.environments.atropos.settings_file import batch_warnings, name_for, serve_text, setting_warnings
 from grpo_engine.environments.atropos.silence import Observation, SilenceDetector, silence_message
 from grpo_engine.errors import ConfigError, ModelError
 from grpo_engine.models.local import LOCAL_MODELS, local_model_folder
@@ -52,6 +52,8 @@ def run(config: AtroposEnvConfig) -> int:
     """
     begin_in_turn(lambda: None, os.environ)  # the environment's own process imports what takes long
     _check_files(config)
+    if config.name is None:
+        config = config.model_copy(update={"name": name_for(config.file.read_text(errors="replace"))})
     tokenizer = _tokenizer(config.model_name)
     for warning in setting_warnings(config):
         log.warning("%s", warning)

@@ -7,6 +7,7 @@ several, an environment sends each request to the one with the most free slots.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,55 @@ def serve_text(config: AtroposEnvConfig, tokenizer: str, token: str | None) -> s
     document = {"env": environment, "openai": servers}
     text: str = yaml.safe_dump(document, sort_keys=False)
     return f"# Written at every start: change settings in the profile.\n{text}"
+
+
+def name_for(source: str) -> str | None:
+    """The name for an environment whose file gives it none, which an API refuses: `name` of its class, or the class's.
+
+    Atropos means to do so too, but its `serve` does not pass the name on. None where the file gives one, where it does
+    not show which class it serves, or where the settings of that class come from another file.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None  # its Python says so
+    nodes = list(ast.walk(tree))
+    if any(map(_sets_name, nodes)):
+        return None
+    served = {
+        node.func.value.id
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cli"
+        if isinstance(node.func.value, ast.Name)
+    }
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in served]
+    if len(classes) != 1 or not _has_own_settings(classes[0]):
+        return None
+    stated = (
+        node.value.value
+        for node in classes[0].body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if any(isinstance(target, ast.Name) and target.id == "name" for target in node.targets)
+    )
+    return next(filter(None, stated), classes[0].name)
+
+
+def _sets_name(node: ast.AST) -> bool:
+    """Whether it may give `wandb_name` a value; the value None is none."""
+    match node:
+        case ast.keyword(arg="wandb_name", value=value):
+            return not (isinstance(value, ast.Constant) and value.value is None)
+        case ast.Constant(value="wandb_name"):  # of a dictionary, or `setattr`
+            return True
+        case ast.Name(id="wandb_name", ctx=ast.Store()) | ast.Attribute(attr="wandb_name", ctx=ast.Store()):
+            return True
+    return False
+
+
+def _has_own_settings(node: ast.ClassDef) -> bool:
+    methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    bases = {base.id if isinstance(base, ast.Name) else getattr(base, "attr", None) for base in node.bases}
+    return "config_init" in methods or bases == {"BaseEnv"}
 
 
 def setting_warnings(config: AtroposEnvConfig) -> Iterator[str]:

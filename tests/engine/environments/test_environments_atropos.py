@@ -22,7 +22,7 @@ from rollout_fakes import ENVIRONMENT, REGISTRATION, group, served, served_api
 from grpo_engine.environments.atropos.config import AtroposEnvConfig
 from grpo_engine.environments.atropos.main import run
 from grpo_engine.environments.atropos.observers import Api, Connections, RunStatus, Servers, addresses
-from grpo_engine.environments.atropos.settings_file import batch_warnings, serve_text, setting_warnings
+from grpo_engine.environments.atropos.settings_file import batch_warnings, name_for, serve_text, setting_warnings
 from grpo_engine.environments.atropos.silence import REPEAT_AFTER_S, Observation, SilenceDetector, silence_message
 from grpo_engine.errors import ConfigError, ModelError
 from grpo_engine.flags import parse_flags, to_flags
@@ -75,6 +75,25 @@ def test_unset_settings_are_left_to_the_environment_and_it_runs_without_end() ->
         "rollout_server_url": "http://localhost:8000",
         "total_steps": 1_000_000_000,
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "named", "name"),
+    [
+        ("Config()", "", "Sums"),
+        ("Config(wandb_name=None)", "name = 'sums'", "sums"),
+        ("Config(wandb_name='mine')", "name = 'sums'", None),
+        ("Config(**{'wandb_name': 'mine'})", "", None),
+    ],
+)
+def test_an_environment_without_a_name_gets_that_of_its_class(settings: str, named: str, name: str | None) -> None:
+    reads_it = "def log(self): return self.config.wandb_name"
+    body = "\n    ".join(["class Sums(Elsewhere):", named, f"def config_init(cls): return {settings}", reads_it])
+    assert name_for(f"{body}\nSums.cli()") == name
+    assert name_for(f"{body}\nOther.cli()") is None
+    assert name_for("class Sums(Elsewhere): pass\nSums.cli()") is None
+    assert name_for("class Sums(envs.BaseEnv): pass\nif __name__ == '__main__':\n    Sums.cli()") == "Sums"
+    assert name_for("class (") is None
 
 
 def test_settings_reach_the_environment_under_their_atropos_names() -> None:
