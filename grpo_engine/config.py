@@ -26,6 +26,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Valid
 from pydantic.fields import FieldInfo
 
 from grpo_engine.errors import ConfigError
+from grpo_engine.python_command import is_of_others
 
 RawTable = dict[str, Any]
 """A table as TOML or JSON gave it, before validation; the only untyped mapping that is passed on."""
@@ -274,30 +275,46 @@ class PathText:
     pattern: str
 
 
+class ModuleText:
+    """Marks a setting whose texts are names of modules; an override may mean one in the folder of the shell."""
+
+
 class OfWorkingDirectory:
     """Marks a path that is relative to the working directory of its service, and so is not made absolute."""
 
 
-def with_absolute_paths(model: type[BaseModel], table: RawTable, folder: Path) -> RawTable:
+def with_absolute_paths(
+    model: type[BaseModel], table: RawTable, folder: Path, *, before: RawTable | None = None
+) -> RawTable:
     """Return a copy of `table` in which paths below `folder` are absolute, and short forms of tables spelled out.
 
     Names that are no paths, as `:memory:`, and those that begin with a variable are left as they are.
+
+    Args:
+        before: the table without overrides: a module that these name is the file of that name in `folder`, if any.
     """
-    result = dict(table)
+    result, before = dict(table), table if before is None else before
     for name, field in model.model_fields.items():
         for key in keys_of(name, field):
             if key in table:
-                result[key] = _with_absolute_paths(field.annotation, (field, *field.metadata), table[key], folder)
+                result[key] = _with_absolute_paths(
+                    field.annotation, (field, *field.metadata), table[key], folder, before.get(key)
+                )
     return result
 
 
-def _with_absolute_paths(annotation: Any, marks: Sequence[Any], value: Any, folder: Path) -> Any:
+def _with_absolute_paths(annotation: Any, marks: Sequence[Any], value: Any, folder: Path, before: Any) -> Any:
     leaves, marks = union_leaves(annotation), (*marks, *_marks_of(annotation))
+    is_overridden = value != before
     members = [leaf for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
     if isinstance(value, str | dict) and members:
         for mark in marks:
             value = mark.func(value) if isinstance(mark, BeforeValidator) else value  # type: ignore[call-arg]
+    inside = value if not is_overridden else before if isinstance(before, dict) else {}
     match value:
+        case str() if is_overridden and any(isinstance(mark, ModuleText) for mark in marks) and value.isidentifier():
+            file = folder.absolute() / f"{value}.py"
+            return str(file) if os.path.isfile(file) and not is_of_others(file, folder) else value
         case str():
             patterns = [mark.pattern for mark in marks if isinstance(mark, PathText)]
             is_path = Path in leaves or any(re.fullmatch(pattern, value) for pattern in patterns)
@@ -307,15 +324,18 @@ def _with_absolute_paths(annotation: Any, marks: Sequence[Any], value: Any, fold
             return os.path.abspath(folder / os.path.expanduser(value)) if is_path and not is_fixed else value
         case list():
             inner = [get_args(leaf)[0] for leaf in leaves if get_origin(leaf) in (tuple, list)]
-            return [_with_absolute_paths(inner[0], marks, each, folder) for each in value] if inner else value
+            return [_with_absolute_paths(inner[0], marks, each, folder, each) for each in value] if inner else value
         case dict() if mappings := [leaf for leaf in leaves if get_origin(leaf) is dict]:
             of_values = get_args(mappings[0])[1]
-            return {key: _with_absolute_paths(of_values, marks, each, folder) for key, each in value.items()}
+            return {
+                key: _with_absolute_paths(of_values, marks, each, folder, inside.get(key))
+                for key, each in value.items()
+            }
         case dict():
             tags = [mark.discriminator for mark in marks if isinstance(getattr(mark, "discriminator", None), str)]
             chosen = [each for each in members if any(value.get(tag) in _tags_of(each, tag) for tag in tags)]
             chosen = members if len(members) == 1 else chosen
-            return with_absolute_paths(chosen[0], value, folder) if chosen else value
+            return with_absolute_paths(chosen[0], value, folder, before=inside) if chosen else value
         case _:
             return value
 

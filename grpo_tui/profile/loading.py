@@ -70,7 +70,7 @@ def load_table(
         ConfigError: invalid; one line per fault.
     """
     of_file = _with_paths_from(path.parent.absolute(), table)
-    from_here = partial(_with_paths_from, Path.cwd())
+    from_here = partial(_with_paths_from, Path.cwd(), before=of_file)
     written = _without_open_settings(from_here(apply_overrides(of_file, overrides, spell_out=from_here)))
     _refuse_misspelt_services(of_file, written)
     if (num := num_services(written)) > MOST_SERVICES:
@@ -209,9 +209,9 @@ def _is_inside(key: str, table: str) -> bool:
     return f"{key}.".startswith(f"{table}.")
 
 
-def _with_paths_from(folder: Path, table: RawTable) -> RawTable:
+def _with_paths_from(folder: Path, table: RawTable, *, before: RawTable | None = None) -> RawTable:
     """Make relative paths absolute: those of a file before overrides are applied, those of overrides afterwards."""
-    return with_absolute_paths(profile_type(table), _with_model_folders(folder, table), folder)
+    return with_absolute_paths(profile_type(table), _with_model_folders(folder, table), folder, before=before)
 
 
 def _with_model_folders(folder: Path, table: RawTable) -> RawTable:

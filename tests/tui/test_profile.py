@@ -488,6 +488,17 @@ def test_a_path_is_relative_to_the_file_or_to_the_folder_of_the_shell_that_state
         "saved": f"{of_shell}/logs/a/checkpoints",
         "module": f"{tmp_path}/mine.py",
     }
+    (of_shell / "mine.py").touch()
+    mine = "services.rewards.task=python:mine:score"
+    assert paths(mine) == {**stated, "module": f"{of_shell}/mine.py"}
+    assert paths("services.rewards.task.module=mine") == {**stated, "module": f"{of_shell}/mine.py"}
+    assert paths("services.rewards.task=python:elsewhere:score") == {**stated, "module": "elsewhere"}
+    (of_shell / "mine.py").chmod(0o666)  # anyone's code
+    assert paths(mine) == {**stated, "module": "mine"}
+    (of_shell / "mine.py").chmod(0o644)
+    file = of_file / "p.toml"
+    file.write_text(file.read_text().replace("python:rewards.py", "python:mine"))
+    assert paths("services.trainer.lr=1e-6", "services.rewards.task.timeout_s=5") == {**stated, "module": "mine"}
 
 
 @pytest.mark.parametrize(

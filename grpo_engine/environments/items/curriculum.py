@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
-from grpo_engine.config import Config, PathText
+from grpo_engine.config import Config, ModuleText, PathText
 from grpo_engine.environments.tasks.base import Item
 from grpo_engine.environments.tasks.python.loading import describe_error, load_attribute
 from grpo_engine.environments.tasks.python.reading import check_attribute
@@ -64,7 +64,7 @@ class OwnCurriculum(Config):
     """A user's class or function; `python:my_curriculum:Order` is short for its module and object."""
 
     name: Annotated[Literal["python"], Flag(("--curriculum", "--curriculum.name"))] = "python"
-    module: Annotated[str, PathText(r".*\.py")]
+    module: Annotated[str, PathText(r".*\.py"), ModuleText()]
     """Module on the path, the current folder first, or a file that ends in .py."""
     object: str
     """Called with (levels, seed), it returns an object with `next()` and `result(item, scores)`."""

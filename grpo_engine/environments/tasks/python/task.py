@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_engine.config import PathText
+from grpo_engine.config import ModuleText, PathText
 from grpo_engine.environments.tasks.base import Item, Split, Task
 from grpo_engine.environments.tasks.python.items import items_from_module
 from grpo_engine.environments.tasks.python.loading import load_attribute
@@ -38,7 +38,7 @@ class Python(Task):
     """
 
     name: Annotated[Literal["python"], Flag(("--task", "--task.name"))] = "python"
-    module: Annotated[str, PathText(r".*\.py")]
+    module: Annotated[str, PathText(r".*\.py"), ModuleText()]
     """Module on the path, the current folder first, or a file that ends in .py."""
     functions: tuple[str, ...] = Field(min_length=1)
     """Functions of the module; the reward is the sum of their values, without those that return None. Where `module` is
