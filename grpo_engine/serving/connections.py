@@ -24,6 +24,8 @@ READ_WITHIN_S = 60.0
 """For `LEAST_READ_BYTES` of an answer that waits to be read, without the token; uvicorn keeps it without end."""
 LEAST_READ_BYTES = 4 << 20
 """In that time: 64 KiB/s, as of a body."""
+MAX_UNREAD_BYTES = 256 << 20
+"""Of answers to requests without the token: at 64 KiB/s one of 30 MB is read for 8 minutes, and others add up to it."""
 _LOOK_AGAIN_S = 1.0
 """A loop that was blocked runs its timers before it reads what has arrived meanwhile."""
 RESERVED_SHARE = 1 / 8
@@ -107,6 +109,8 @@ class Strangers:
         """Each in the order in which they became so: idle ones before those with a request that is being answered."""
         self._turns = TURNS
         self._waiting: deque[LimitedProtocol] = deque()
+        self._unread: OrderedDict[LimitedProtocol, None] = OrderedDict()
+        """Those that have not read their answer, in the order in which they began to."""
 
     def put(self, connection: LimitedProtocol, *, is_busy: bool) -> None:
         """It is one, and now the newest of its kind."""
@@ -137,6 +141,20 @@ class Strangers:
                 self._turns -= 1
         if self._turns < TURNS:
             loop.call_later(TURNS_EVERY_S, self._renew_turns, loop)
+
+    def put_unread(self, connection: LimitedProtocol) -> None:
+        """It has an answer to read; where there are too many bytes of them, the slowest readers are closed."""
+        self._unread[connection] = None
+        num_bytes = sum(each.transport.get_write_buffer_size() for each in self._unread)
+        while num_bytes > MAX_UNREAD_BYTES and len(self._unread) > 1:
+            slowest = next(iter(self._unread))
+            num_bytes -= slowest.transport.get_write_buffer_size()
+            self.remove_unread(slowest)
+            slowest.abort()
+
+    def remove_unread(self, connection: LimitedProtocol) -> None:
+        """It has read its answer, or is closed."""
+        self._unread.pop(connection, None)
 
     def num_wrong(self) -> int:
         """Those with a request that lacked the token of a service that has one."""
@@ -280,6 +298,8 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         """More of an answer is there than the client has read: it is to read on."""
         super().pause_writing()
         self._await_reader()
+        if self.token is Token.WRONG:
+            self._strangers.put_unread(self)
 
     def resume_writing(self) -> None:
         """It has read nearly all."""
@@ -312,6 +332,7 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         self._reading = self.loop.call_later(READ_WITHIN_S, look_again)
 
     def _end_reading(self) -> None:
+        self._strangers.remove_unread(self)
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None

@@ -407,6 +407,34 @@ async def test_an_answer_that_is_not_read_is_given_up_unless_the_request_had_the
         assert (num_read >= 16 * MIB) == (token is not None)
 
 
+async def test_answers_that_are_read_slowly_have_a_bound_together_unless_the_requests_had_the_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """109 of 11 MB, each read at 80 KiB/s, took 1.1 GB within 100 s."""
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 20 * MIB)
+
+    async def long(_request: Request) -> PlainTextResponse:
+        return PlainTextResponse("a" * (16 * MIB))
+
+    seen: list[LimitedProtocol] = []
+
+    class Seen(LimitedProtocol):
+        def pause_writing(self) -> None:
+            seen.append(self)
+            super().pause_writing()
+
+    answering = AccessControl(FastAPI(routes=[Route("/", long)]), host="127.0.0.1", token="t")
+    with contextlib.ExitStack() as opened:
+        url = opened.enter_context(served(answering, http=Seen))
+        for credential in ("Authorization: Bearer t\r\n", "", "", "Authorization: Bearer t\r\n"):
+            client = opened.enter_context(connected(url))
+            client.sendall(f"GET / HTTP/1.1\r\nHost: localhost\r\n{credential}\r\n".encode())
+            num_before = len(seen)
+            await until(lambda num_before=num_before: len(seen) > num_before)  # type: ignore[misc]
+        await until(lambda: seen[1].transport.is_closing())
+        assert [each.transport.is_closing() for each in seen] == [False, True, False, False]
+
+
 # --- numbers and paths -----------------------------------------------------------------------------------------------
 
 
