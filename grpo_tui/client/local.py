@@ -118,9 +118,13 @@ def runs_and_left_out(logs: Path = LOGS) -> tuple[list[Run], list[Unreadable]]:
 def unreadable_file(folder: Path) -> Unreadable | None:
     """What of a run folder cannot be read, or would hang its reader or fill the memory; None in a proper one."""
     try:
+        folder.name.encode()
         paths = _files_in(folder)
         with suppress(FileNotFoundError, NotADirectoryError):
             paths += _files_in(folder / KEEPERS)
+    except UnicodeEncodeError:
+        why = f"its name is not UTF-8: {os.fsencode(folder.name)!r}: rename it"
+        return Unreadable(run=folder.name, path=folder, why=why)
     except OSError as error:  # another user's
         return Unreadable(run=folder.name, path=Path(error.filename or folder), why=error.strerror or str(error))
     for path in paths:

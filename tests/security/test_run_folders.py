@@ -288,6 +288,15 @@ def test_a_file_longer_than_any_of_a_run_is_left_out_and_not_read(tmp_path: Path
         read_whole(file)
 
 
+def test_a_folder_whose_name_is_not_utf_8_is_left_out_and_ends_neither_the_screen_nor_a_resume(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"sent\xff-0101-120000-abcd")
+    folder.mkdir()
+    (folder / PLAN_FILE).write_text("{}")
+    found, left_out = runs_and_left_out(tmp_path)
+    assert (found, [each.path for each in left_out]) == ([], [folder])
+    assert str(left_out[0]).endswith(r"its name is not UTF-8: b'sent\xff-0101-120000-abcd': rename it")
+
+
 @pytest.mark.parametrize("crowded", ["a", f"a/{KEEPERS}"])
 def test_a_folder_of_more_files_than_any_run_has_is_left_out_and_not_looked_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crowded: str
