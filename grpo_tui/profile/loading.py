@@ -69,8 +69,9 @@ def load_table(
     Raises:
         ConfigError: invalid; one line per fault.
     """
-    of_file = _with_paths_from(path.parent.absolute(), table)
-    from_here = partial(_with_paths_from, Path.cwd(), before=of_file)
+    folder, here = path.parent.absolute(), Path.cwd()
+    of_file = _with_paths_from(folder, table)
+    from_here = partial(_with_paths_from, here, before=None if here == folder else of_file)
     written = _without_open_settings(from_here(apply_overrides(of_file, overrides, spell_out=from_here)))
     _refuse_misspelt_services(of_file, written)
     if (num := num_services(written)) > MOST_SERVICES:

@@ -143,18 +143,21 @@ def test_a_file_or_module_of_a_task_that_does_not_load_is_named(task: str, words
     assert f"{key}: {text}".startswith(f"services.env.{words.format(folder=tmp_path)}")
 
 
-def test_a_module_in_the_folder_of_the_shell_is_named_with_the_path_to_write(
+def test_a_module_in_the_folder_of_the_shell_is_found_where_set_names_it_else_named_with_the_path_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An installed profile is in another folder, and modules are looked for beside the profile."""
+    """An installed profile is in another folder, and the modules that it names are looked for beside it."""
     here = tmp_path / "here"
     here.mkdir()
     (here / "mine.py").write_text(REWARDS)
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])  # workers of pytest have this one
-    [text] = lacking(tmp_path, "services.env.task=python:mine:score").values()
+    for module in ("mine", f"{here}/mine.py"):
+        assert lacking(tmp_path, f"services.env.task=python:{module}:score") == {}
+    file = tmp_path / "x.toml"
+    file.write_text(file.read_text().replace('task = "sort6"', 'task = "python:mine:score"'))
+    [(_, text)] = lacking_needs(load(str(file)))
     assert text.endswith(f"or write {here}/mine.py for the file that is here")
-    assert lacking(tmp_path, f"services.env.task=python:{here}/mine.py:score") == {}
 
 
 @pytest.mark.parametrize(
