@@ -373,6 +373,11 @@ class Supervisor:
         """Return once the events posted so far are applied, with the decisions that follow from them."""
         await self.wait_until(lambda s: s._events.empty())
 
+    async def until_taken_over(self, name: str) -> None:
+        """Return once it is known how an attempt ended that ended without a supervisor: until then it looks up."""
+        await self._runners[name].exit_posted()
+        await self.until_applied()
+
     # --- questions -------------------------------------------------------------------------------------------------
 
     @property

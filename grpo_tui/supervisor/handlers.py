@@ -143,6 +143,7 @@ def _check_needs(supervisor: Supervisor, name: str) -> None:
 
 
 async def _start(supervisor: Supervisor, name: str, command: Command) -> None:
+    await supervisor.until_taken_over(name)
     _check_needs(supervisor, name)
     if command.take_ports:
         supervisor.take_ports(name)

@@ -106,6 +106,8 @@ class ServiceRunner:
         self._refused: Refused | None = None
         """Why the attempt, which was started held, is ended instead of let begin."""
         self._attempt_task: asyncio.Task[None] | None = None
+        self._exit_task: asyncio.Task[None] | None = None
+        """Cleans up after an attempt that ended without a supervisor."""
         self.keeper: Keeper | None = None
         """Of the current attempt."""
         self._probing: asyncio.Task[None] | None = None
@@ -156,7 +158,13 @@ class ServiceRunner:
 
     def record_exit(self, attempt: int, report: ExitReport) -> None:
         """Clean up after an attempt that ended while no supervisor ran, and post its exit."""
-        self._tasks.create_task(self._record_exit(attempt, report), name=f"end of {self._launch.name}")
+        name = f"end of {self._launch.name}"
+        self._exit_task = self._tasks.create_task(self._record_exit(attempt, report), name=name)
+
+    async def exit_posted(self) -> None:
+        """Return once the exit that was to be recorded, if any, is posted."""
+        if self._exit_task is not None:
+            await asyncio.wait({self._exit_task})
 
     def num_oom_kills(self) -> int | None:
         """Processes that the kernel's out-of-memory killer has killed during the attempt; None where unknown."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,10 +17,13 @@ from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.supervisor import PROTOCOL_VERSION, Bye, Notice, RunState, Subscribe, read_from_daemon
 from grpo_tui.client.socket import Daemon
 from grpo_tui.profile.plan_file import Plan
-from grpo_tui.services.base import Probe
+from grpo_tui.services.base import Launch, Probe
 from grpo_tui.supervisor.core import Supervisor
 from grpo_tui.supervisor.handlers import converse
+from grpo_tui.supervisor.keeper.client import ExitReport, adopt_keeper
 from grpo_tui.supervisor.lock import write_address
+from grpo_tui.supervisor.service_runner import ServiceRunner
+from grpo_tui.supervisor.state_file import read_state
 
 FLOOD = 20_000
 """Notices of 400 bytes: far more than a socket and a client's queue hold."""
@@ -29,13 +33,19 @@ FLOOD = 20_000
 async def supervised(stage: Stage, program: str = IDLE, **settings: object) -> AsyncIterator[Supervisor]:
     """A supervisor of one service in this process, with its socket in the run folder."""
     launch = stage.launch(*python(program, stage.token), **settings)  # type: ignore[arg-type]
-    plan = Plan(profile_name="p", profile_folder=stage.folder, launches=(launch,))
-    supervisor = Supervisor(plan, run_folder=stage.folder, predecessor=None)
+    async with supervising(stage, launch) as supervisor:
+        await asyncio.wait_for(supervisor.wait_until(lambda s: s.state is RunState.RUNNING), 20)
+        yield supervisor
+
+
+@asynccontextmanager
+async def supervising(stage: Stage, *launches: Launch) -> AsyncIterator[Supervisor]:
+    plan = Plan(profile_name="p", profile_folder=stage.folder, launches=launches)
+    supervisor = Supervisor(plan, run_folder=stage.folder, predecessor=read_state(stage.folder))
     running = asyncio.create_task(supervisor.run())
     path = stage.folder / "s"
     server = await asyncio.start_unix_server(lambda r, w: converse(supervisor, r, w, "client"), path)
     write_address(stage.folder, path)
-    await asyncio.wait_for(supervisor.wait_until(lambda s: s.state is RunState.RUNNING), 20)
     try:
         yield supervisor
     finally:
@@ -127,6 +137,33 @@ async def test_a_supervisor_of_another_protocol_version_is_an_error_that_names_u
     await until(lambda: len(connections) == 2)
     for each in connections:
         await each.wait_closed()
+
+
+async def test_a_start_after_a_takeover_is_not_of_an_attempt_that_ended_without_a_supervisor(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was ready until its end was recorded: `start` had nothing to do, and a moment later the service failed."""
+    launches = [stage.launch(*python(IDLE, stage.token), name=name) for name in "ab"]
+    plan = Plan(profile_name="p", profile_folder=stage.folder, launches=tuple(launches))
+    first = Supervisor(plan, run_folder=stage.folder, predecessor=None)
+    running = asyncio.create_task(first.run())
+    await asyncio.wait_for(first.wait_until(lambda s: s.state is RunState.RUNNING), 20)
+    pid = first.status().services[0].pid
+    assert pid is not None
+    running.cancel()
+    await asyncio.wait({running})
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: isinstance(adopt_keeper(stage.folder, "a", 1), ExitReport))
+    record = ServiceRunner._record_exit
+
+    async def record_slowly(runner: ServiceRunner, attempt: int, report: ExitReport) -> None:
+        await asyncio.sleep(0.2)
+        await record(runner, attempt, report)
+
+    monkeypatch.setattr(ServiceRunner, "_record_exit", record_slowly)
+    async with supervising(stage, *launches) as supervisor:
+        assert (await Daemon(stage.folder).command("start", "a", wait=True)).ok
+        assert supervisor.service("a").attempt == 2
 
 
 async def test_a_kill_overrides_a_stop_with_a_long_grace_period(stage: Stage) -> None:
