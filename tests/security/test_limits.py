@@ -428,8 +428,8 @@ async def test_answers_that_are_read_slowly_have_a_bound_together_unless_the_req
         url = opened.enter_context(served(answering, http=Seen))
         for credential in ("Authorization: Bearer t\r\n", "", "", "Authorization: Bearer t\r\n"):
             client = opened.enter_context(connected(url))
-            client.sendall(f"GET / HTTP/1.1\r\nHost: localhost\r\n{credential}\r\n".encode())
             num_before = len(seen)
+            client.sendall(f"GET / HTTP/1.1\r\nHost: localhost\r\n{credential}\r\n".encode())
             await until(lambda num_before=num_before: len(seen) > num_before)  # type: ignore[misc]
         await until(lambda: seen[1].transport.is_closing())
         assert [each.transport.is_closing() for each in seen] == [False, True, False, False]
