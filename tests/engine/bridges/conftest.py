@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,6 +29,8 @@ def dtype() -> str:
 def started(
     settings: dict[str, object], dtype: str, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Serving]:
+    gc.unfreeze()  # commands that ran in this process froze what other tests had left, with weights that it maps
+    gc.collect()
     flags = SERVER_FLAGS[str(settings["mode"])]
     with serving(model_folder, tmp_path_factory.mktemp("server"), *flags, dtype=dtype) as server:
         yield server
