@@ -130,6 +130,7 @@ def test_a_value_of_many_backslashes_and_a_long_name_cost_time_in_proportion_to_
     assert masked_argv(["'token=" + many * "\\"]) == ["'token=***"]
     assert masked_argv([rf"'token=a{many * chr(92)}'"]) == [rf"'token=***{many * chr(92)}'"]
     assert masked_argv([f"--key{many * '1'}_x", "value"])[1] == "***"
+    assert masked_argv([f'a token: {many * chr(92)}"{many * chr(92)}b']) == ["a token: ***"]
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,11 @@ _LOGIN = re.compile(
 _LOGIN_WORD = re.compile(r"(?!\d+:\d+$)(?P<before>[^\s:/=]+:)(?P<secret>.+)", re.DOTALL)
 _LOGIN_FLAGS = ("-u", "--user", "--proxy-user")
 _VALUE = re.compile(
-    r"(?P<quote>\\*['\"])(?P<quoted>(?:(?!(?P=quote))(?:\\.|.))*)(?:(?P=quote)|\Z)"
-    r"|(?P<bare>[\[{][^\]}]*(?:[\]}]|\Z)|(?:(?i:basic|bearer|token)\s+)?[^\s'\";]+)",
+    r"(?P<quote>\\{0,32}['\"])(?P<quoted>(?:(?!(?P=quote))(?:\\.|.))*)(?:(?P=quote)|\Z)"
+    r"|(?P<bare>\\{33}\S*|[\[{][^\]}]*(?:[\]}]|\Z)|(?:(?i:basic|bearer|token)\s+)?[^\s'\";]+)",
     re.DOTALL,
 )
+"""Before a quote JSON in JSON has some backslashes; of thousands each comparison with them would take as long."""
 _UNTIL = {quote: re.compile(rf"(?:[^\\{quote}]|\\++(?!{quote}))+") for quote in ("'", '"')}
 _FLAG_NAME = re.compile(r"-[\w.-]+")
 _FLAG = re.compile(r"--[a-zA-Z][\w.-]*(?:=.*)?", re.DOTALL)

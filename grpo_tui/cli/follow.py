@@ -19,7 +19,7 @@ import typer
 from grpo_engine.errors import NO_PATTERN, GrpoError
 from grpo_engine.wire.run_folder import logged_services, service_log
 from grpo_tui.cli.arguments import RunAndService, note_unsupervised, run_to_read, split
-from grpo_tui.cli.printing import write_line
+from grpo_tui.cli.printing import one_line, write_line
 from grpo_tui.client.api import look_at
 from grpo_tui.run_files.log_file import ATTEMPT_START, HEADER_START, Part, Place, place, read_part
 from grpo_tui.run_files.opening import open_file
@@ -54,7 +54,8 @@ def logs_command(
     if not path.exists():
         names = ", ".join(logged_services(run.folder))
         if not _is_service(run.folder, service):
-            raise typer.BadParameter(f"{service!r} is not a service of {run.id}; logs: {names or 'none yet'}")
+            refusal = f"{service!r} is not a service of {run.id}; logs: {names or 'none yet'}"
+            raise typer.BadParameter(one_line(refusal))  # names of a folder that may be from elsewhere
     pattern = _pattern(grep)
 
     def keep(line: bytes) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 from textual import events
 
 from grpo_engine import cli
@@ -110,6 +111,10 @@ def test_a_line_feed_in_a_name_of_a_run_folder_begins_no_line(
     (head, _) = StepTable(400).lines_of(MetricsLine.model_validate({**line, "metrics": {"a\nb": 1.0}}))
     assert head.split() == ["step", "ab"]
     assert table([("METRIC", "NOW"), ("a\nstep 9", "1")]) == "METRIC   NOW\nastep 9  1"
+    (folder / f"x\n{OBEYED}.log").touch()
+    monkeypatch.setattr(follow, "_is_service", lambda *_: False)
+    with pytest.raises(typer.BadParameter, match=r"logs: x]0;owned\[2J$"):
+        follow.logs_command(["r", "nothing"])
 
 
 def test_errors_and_log_lines_of_engine_commands_are_text(
