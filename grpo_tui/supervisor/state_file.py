@@ -22,6 +22,7 @@ from grpo_engine.serving.reporting import write_fault
 from grpo_engine.wire.codec import Message, Pid, Ticks, Time, Whole, write_atomically
 from grpo_engine.wire.run_folder import STATE_FILE
 from grpo_engine.wire.supervisor import Refusal, RunState, RunStatus, ServiceState, WriteFault
+from grpo_engine.wire.terminal_text import printable
 from grpo_tui.run_files.whole_file import read_whole
 from grpo_tui.supervisor.keeper.proc import ProcessId
 from grpo_tui.supervisor.machine import AfterStop, Service
@@ -132,7 +133,9 @@ def read_state(run_folder: Path) -> StateDocument | None:
         raise PeerError(f"{path} is damaged (more than {MAX_VALUES:,} values); {RECOVERY}")
     version = _ledger_version(content)
     if version not in (None, LEDGER_VERSION):
-        log.warning("%s: its ledger is of version %s, this program reads %s", path, version, LEDGER_VERSION)
+        words = version if isinstance(version, int) else "no number"
+        text = f"{path}: its ledger is of version {words}, this program reads {LEDGER_VERSION}"
+        log.warning("%s", printable(text))  # of a command it goes to the terminal
         content = json.dumps({**json.loads(content), "ledger": None}).encode()
     try:
         return StateDocument.model_validate_json(content)

@@ -22,6 +22,7 @@ from grpo_engine.wire.terminal_text import PrintableFormatter
 from grpo_tui.cli import follow
 from grpo_tui.cli.metrics import StepTable, metrics_command
 from grpo_tui.cli.printing import table
+from grpo_tui.supervisor.state_file import read_state
 from grpo_tui.ui.terminal.paste_parser import MAX_PASTED, PasteParser
 from grpo_tui.view.logs.tail import as_text, on_terminal
 
@@ -115,6 +116,18 @@ def test_a_line_feed_in_a_name_of_a_run_folder_begins_no_line(
     monkeypatch.setattr(follow, "_is_service", lambda *_: False)
     with pytest.raises(typer.BadParameter, match=r"logs: x]0;owned\[2J$"):
         follow.logs_command(["r", "nothing"])
+
+
+@pytest.mark.parametrize(("version", "shown"), [(99, "99"), (OBEYED, "no number"), ([OBEYED], "no number")])
+def test_what_a_state_of_another_version_has_logged_is_text(
+    version: object, shown: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / f"r{OBEYED}"
+    folder.mkdir()
+    (folder / "state.json").write_text(json.dumps({"ledger": {"version": version}}))
+    with pytest.raises(PeerError):
+        read_state(folder)
+    assert f"r]0;owned[2J/state.json: its ledger is of version {shown}," in caplog.messages[0]
 
 
 def test_errors_and_log_lines_of_engine_commands_are_text(
