@@ -161,13 +161,12 @@ def parsed_table(content: bytes, path: Path) -> RawTable:
 
 
 def _values_in(value: Any) -> Iterator[Any]:
-    """What is neither a table nor a list, at any depth, and the keys of tables."""
+    """The value, all that is in it at any depth, and the keys of tables; empty tables and lists, too, may be faults."""
+    yield value
     if isinstance(value, dict | list):
         yield from value if isinstance(value, dict) else ()
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _values_in(inner)
-    else:
-        yield value
 
 
 def is_too_deep(value: Any) -> bool:

@@ -7,14 +7,13 @@ top. What can be refused is refused here, before anything is moved or started.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_engine.config import RawTable
+from grpo_engine.config import MAX_FILE_BYTES, RawTable, parsed_table
 from grpo_engine.errors import ConfigError, PeerError
 from grpo_engine.wire.access_token import write_token
 from grpo_engine.wire.checkpoints import ParentRun
@@ -64,6 +63,8 @@ from grpo_tui.services.base import PLACES
 
 BEGINNING = frozenset({"resume", "fresh"})
 """Settings by which the trainer and the rollout API begin anew: they were for the first start."""
+MAX_SETTINGS_BYTES = 4 * MAX_FILE_BYTES
+"""A file of settings as JSON is longer than as TOML."""
 QUEUE_HINT = "`grpo-tui ps` lists the starts that wait; try again when this one has begun"
 
 if TYPE_CHECKING:
@@ -265,15 +266,15 @@ def _load(
     plan = Plan.of(folder)
     path = folder / SETTINGS_FILE
     try:
-        table: RawTable = json.loads(read_whole(path))
+        table = parsed_table(read_whole(path, max_bytes=MAX_SETTINGS_BYTES), path)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}; a run of an earlier version has none: start a new one with "
             "`grpo-tui up` and services.trainer.save_path set to the checkpoints of this one"
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: damaged: {error}; {folder / LIVES} may have an earlier one") from None
-    if not isinstance(table, dict) or not isinstance(table.get("services"), dict):
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {folder / LIVES} may have an earlier one") from None
+    if not isinstance(table.get("services"), dict):
         raise ConfigError(f"{path}: damaged: it has no table of services; {folder / LIVES} may have an earlier one")
     table = _without(BEGINNING | PLACES if in_own_places else BEGINNING, table)
     file = plan.profile_file or plan.profile_folder / f"{plan.profile_name}.toml"

@@ -381,6 +381,7 @@ def test_settings_nested_without_end_are_refused(tmp_path: Path) -> None:
         ("t.toml", "[" + "a." * 100_000 + "a]", "not valid TOML: its lines have too many dots"),
         ("t.yaml", "a: 1" + ":1" * 200_000, "longer than 262,144 bytes: write it as TOML"),
         ("t.json", f'{{"a": [{"0," * 262_143}0]}}', "more than 262,144 names and values"),
+        ("t.json", f'{{"a": [{"{}," * 262_143}{{}}]}}', "more than 262,144 names and values"),  # each may be a fault
     ],
 )
 def test_settings_that_take_minutes_to_read_are_refused(name: str, text: str, why: str, tmp_path: Path) -> None:

@@ -380,6 +380,14 @@ def test_settings_that_are_damaged_are_refused_by_name(logs: Path, settings: str
         branch(logs, back_to="step_75")
 
 
+def test_settings_of_more_values_than_any_run_has_are_refused_before_they_are_judged(
+    logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_engine.config.MAX_VALUES", 10)
+    with pytest.raises(ConfigError, match=r"settings\.json: more than 10 names and values.* may have an earlier one"):
+        resume(logs)
+
+
 @pytest.mark.parametrize(
     "damaged",
     ["checkpoints/step_90/checkpoint.json", "checkpoints/journal/step_93.jsonl", "checkpoints/used_versions.json"],
