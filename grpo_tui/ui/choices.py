@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_engine.config import read_table
+from grpo_engine.config import parsed_table, read_file
 from grpo_engine.errors import ConfigError
 from grpo_engine.installed import has_gpu_driver, is_installed
 from grpo_engine.models.local import missing_source
@@ -104,13 +104,13 @@ def editor_command(environment: Mapping[str, str]) -> list[str]:
 
 def _profile_choice(name: str, path: Path) -> ProfileChoice:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            head = itertools.takewhile(lambda line: line.startswith("#"), file)
-            words = tuple(_paragraphs(line.removeprefix("#").removeprefix(" ").rstrip() for line in head))
-        table = read_table(path)
+        content = read_file(path)
+        head = itertools.takewhile(lambda line: line.startswith("#"), content.decode(errors="replace").splitlines())
+        words = tuple(_paragraphs(line.removeprefix("#").removeprefix(" ").rstrip() for line in head))
+        table = parsed_table(content, path)
         description = str(table.get("description", ""))
     except (OSError, ConfigError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(getattr(error, "strerror", None) or error).splitlines()[0]
         return ProfileChoice(name=name, path=path, description="cannot be read", words=(reason,), error=reason)
     lack, note = _lack(table)
     return ProfileChoice(name=name, path=path, description=description, words=words, lack=lack, lack_note=note)

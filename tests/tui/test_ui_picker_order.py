@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def test_profiles_whose_model_atropos_or_ray_is_not_installed_come_after_those_t
     assert f"there is no {tmp_path}/bin/python" in lacks["atropos-stock"][1]
     assert lacks["tiny-ray"][0] == "needs Ray"
     assert found[0].name.startswith("tiny-")
+
+
+def test_a_pipe_or_a_file_without_end_among_the_profiles_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "profiles").mkdir()
+    os.mkfifo(tmp_path / "profiles" / "pipe.toml")
+    with (tmp_path / "profiles" / "long.toml").open("wb") as long:
+        long.truncate(1 << 40)
+    monkeypatch.chdir(tmp_path)
+    errors = {choice.name: choice.error for choice in profile_choices()}
+    assert errors["pipe"] == "not a regular file"
+    assert errors["long"] == "longer than 4,194,304 bytes"
+    assert errors["tiny-cpu"] is None
 
 
 @pytest.mark.parametrize("has_driver", [True, False])
