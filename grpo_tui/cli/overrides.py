@@ -39,6 +39,8 @@ def own_overrides(profile: str | None, overrides: Sequence[str]) -> list[str]:
     from grpo_tui.profile.loading import find
 
     services = read_table(find(profile)).get("services", {})
+    if not isinstance(services, dict):  # a fault of the file, which is named when it is loaded
+        return list(overrides)
     result: list[str] = []
     for override, name in names.items():
         if name not in DOTTED or name == "model.name":

@@ -223,3 +223,8 @@ def test_output_is_not_written_to_a_pipe_that_another_user_has_put_there(tmp_pat
         os.lchown(path, 65534, 65534)
         write_file(path, b"page")  # root may replace it; others are told that they cannot
         assert (path.is_file(), path.read_bytes()) == (True, b"page")
+
+
+def test_services_that_are_no_table_are_named_by_the_profile_whatever_is_overridden(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text("services = 3")
+    assert own_overrides(str(tmp_path / "p.toml"), ["optimizer.lr=1"]) == ["optimizer.lr=1"]
