@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +20,12 @@ from stage import Stage
 from grpo_engine.python_command import module_command
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.environment_variables import MACHINE_ADDRESS_VARIABLE
-from grpo_engine.wire.run_folder import BROKER_FILE, TOKEN_FILE
+from grpo_engine.wire.run_folder import BROKER_FILE, MACHINE_ENDED, TOKEN_FILE
 from grpo_engine.wire.supervisor import Refusal
 from grpo_engine.wire.unix_peers import peer_of
 from grpo_tui.supervisor import preflight
-from grpo_tui.supervisor.keeper.proc import read_stat
-from grpo_tui.supervisor.placement import wire
+from grpo_tui.supervisor.keeper.proc import identify, read_stat
+from grpo_tui.supervisor.placement import agent, wire
 
 LISTENS = """
 import socket, sys
@@ -136,27 +138,80 @@ async def test_without_a_broker_the_process_waits_for_one_and_a_second_machine_i
         assert await process.wait() == 0
 
 
+async def start_agent(run_folder: Path, folder: Path, raylet: int) -> None:
+    """As an actor does; returns when the process that it starts has exited."""
+    argv = module_command("grpo_tui.supervisor.placement.agent", str(run_folder), str(folder), "node", str(raylet))
+    starting = await asyncio.create_subprocess_exec(*argv, start_new_session=True)
+    assert await starting.wait() == 0
+
+
+async def connect(folder: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """To an agent, as soon as it listens."""
+    while True:
+        with contextlib.suppress(OSError):
+            return await asyncio.open_unix_connection(folder / "agent.sock")
+        await asyncio.sleep(0.05)
+
+
+async def ask(folder: Path, request: wire.AnyRequest) -> bytes:
+    """Ask an agent; its answer, or none."""
+    reader, writer = await connect(folder)
+    writer.write(to_line(request))
+    answer = await reader.readline()
+    writer.close()
+    return answer
+
+
 async def test_an_agent_is_no_child_of_the_actor_that_starts_it_which_kills_its_children_as_it_exits(
     stage: Stage, tmp_path: Path
 ) -> None:
     run_folder, folder = tmp_path / stage.run, tmp_path / "agent"
     run_folder.mkdir()
-    own = str(os.getpid())
-    argv = module_command("grpo_tui.supervisor.placement.agent", str(run_folder), str(folder), "node", own)
-    starting = await asyncio.create_subprocess_exec(*argv, start_new_session=True)
     async with asyncio.timeout(DEADLINE_S):
-        assert await starting.wait() == 0
-        while True:
-            with contextlib.suppress(OSError):
-                reader, writer = await asyncio.open_unix_connection(folder / "agent.sock")
-                break
-            await asyncio.sleep(0.05)
+        await start_agent(run_folder, folder, os.getpid())
+        _, writer = await connect(folder)
         pid, _ = peer_of(writer.get_extra_info("socket"))
+        writer.close()
         stat = read_stat(pid)
         assert stat is not None
         assert stat.parent != os.getpid()
-        writer.write(to_line(wire.End()))
-        assert wire.Done.model_validate_json(await reader.readline()).error is None
-        writer.close()
+        assert wire.Done.model_validate_json(await ask(folder, wire.End())).error is None
         await until_gone(pid)
         assert not folder.exists()
+
+
+async def test_an_actor_that_outlives_its_raylet_starts_no_agent(tmp_path: Path) -> None:
+    raylet = await asyncio.create_subprocess_exec("true")
+    await raylet.wait()
+    await start_agent(tmp_path, tmp_path / "agent", raylet.pid)
+    # In its folder the next raylet's actor would find it: it ended nothing when that raylet exited, and services waited
+    # for the end of its lease.
+    assert not (tmp_path / "agent").exists()
+
+
+async def test_an_agent_that_ends_its_services_with_its_raylet_does_not_say_how_they_ended(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "LOOK_AT_LOG_S", 0.001)
+    run_folder, folder = tmp_path / stage.run, tmp_path / "agent"
+    run_folder.mkdir()
+    folder.mkdir()
+    raylet = await asyncio.create_subprocess_exec("sleep", "60")
+    serving = asyncio.create_task(agent.Agent(run_folder, folder, identify(raylet.pid), node="node").run())
+    service = launch("a", argv=(sys.executable, "-I", "-S", "-c", "import signal; signal.pause()", stage.token))
+
+    async def follow(num_copied: int, wait_s: float) -> bytes:
+        return await ask(folder, wire.Follow(service="a", attempt=1, num_copied=num_copied, wait_s=wait_s))
+
+    async with asyncio.timeout(DEADLINE_S):
+        started = await ask(folder, wire.Start(launch=wire.LAUNCH.dump_json(service).decode(), attempt=1))
+        assert wire.Started.model_validate_json(started).refused is None
+        log = base64.b64decode(wire.Followed.model_validate_json(await follow(0, 0.0)).data)
+        end = asyncio.create_task(follow(len(log), 30.0))
+        await asyncio.sleep(0.1)
+        raylet.kill()
+        # It was SIGKILL, for which the supervisor would start it again before the cluster has lost the machine.
+        assert await end == b""
+        await serving
+        await raylet.wait()
+    assert (run_folder / f"node{MACHINE_ENDED}").exists()

@@ -128,6 +128,8 @@ class Agent:
         self._unheard: dict[int, float] = {}
         """When each answer was sent that the broker has not confirmed."""
         self._is_ending = False
+        self._has_left = False
+        """The cluster has lost this machine: the broker learns that, and not how its services are ended here."""
         self._limits: dict[Path, int] = {}
         self._relay: Relay | None = None
         """Where the run uses machines of several addresses."""
@@ -144,6 +146,7 @@ class Agent:
                 await asyncio.to_thread(kill_adopted)
             if not self._is_ending:
                 log.warning("%s: every service on this machine is ended", reason)
+                self._has_left = True
                 await self._end()
                 if not self._watches:
                     note = self._run_folder / f"{self._node}{MACHINE_ENDED}"
@@ -170,8 +173,10 @@ class Agent:
         try:
             if not (line := await reader.readline()):
                 return  # an actor looked whether this process listens
-            writer.write(await self.answer(line))
-            await writer.drain()
+            answer = await self.answer(line)
+            if not self._has_left:
+                writer.write(answer)
+                await writer.drain()
         except (ConnectionError, ValueError) as error:
             log.warning("a request was dropped: %s", error)
         finally:
@@ -417,8 +422,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def main() -> int:
-    """Serve one machine; exits at once where an agent of it runs already."""
-    run_folder, folder, node, raylet = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    """Serve one machine; exits at once where an agent of it runs already, or its raylet has exited."""
+    run_folder, folder, node, raylet = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], identify(int(sys.argv[4]))
+    if raylet is None:  # an actor outlives it for a moment: the next raylet's actor would find this agent in its place
+        return 0
     if os.fork():  # a worker of Ray that exits with its raylet kills its children
         return 0
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -432,7 +439,7 @@ def main() -> int:
         (folder / name).unlink(missing_ok=True)
     for number in (signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    asyncio.run(Agent(run_folder, folder, identify(raylet), node=node).run())
+    asyncio.run(Agent(run_folder, folder, raylet, node=node).run())
     shutil.rmtree(folder, ignore_errors=True)
     return 0
 
