@@ -6,12 +6,11 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from broker_bench import DEADLINE_S, WAITS, Bench, line_of, lost_machine, program, until_gone
-from stage import Stage
+from stage import Stage, until
 
 from grpo_engine.wire.run_folder import MACHINE_ENDED
 from grpo_engine.wire.supervisor import MachineStatus
@@ -71,6 +70,7 @@ async def test_a_broker_after_one_that_lost_a_machine_waits_for_what_may_run_the
         assert "a may still run on left: it is started when its agent has ended it" in caplog.text
         os.kill(gone, signal.SIGKILL)
     assert not (bench.run_folder / "machines.json").exists()
+    await until(lambda: not stage.survivors())  # the keeper of the one that was killed
 
 
 def test_a_lease_is_renewed_by_answers_that_the_broker_has_and_not_by_late_requests(
@@ -100,10 +100,6 @@ async def test_a_machine_that_stops_answering_is_named_though_the_question_to_it
 
     def machine(name: str) -> MachineStatus:
         return next(each for each in bench.reports[-1].machines if each.name == name)
-
-    async def until(holds: Callable[[], bool]) -> None:
-        while not holds():  # noqa: ASYNC110 - reports come without a signal
-            await asyncio.sleep(0.01)
 
     async with bench.broker():
         assert bench.reports[0].machines[0].is_joining
