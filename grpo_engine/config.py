@@ -418,7 +418,8 @@ OF_THE_ENVIRONMENT = {
 }
 OF_THE_TRAINER = {
     **dict.fromkeys(
-        ("max_iterations", "max_steps", "total_steps", "num_steps", "num_train_epochs", "epochs"), "training_steps"
+        ("max_iterations", "max_steps", "total_steps", "num_steps", "steps", "num_train_epochs", "epochs"),
+        "training_steps",
     ),
     **dict.fromkeys(("per_device_train_batch_size", "batch_size"), "batch_size"),
     **dict.fromkeys(("learning_rate", "lr"), "lr"),
