@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -219,6 +219,16 @@ def _environment(pid: int) -> list[bytes]:
         return []
 
 
+def _print_logs(folder: Path) -> None:
+    """The ends of all logs, which are shown where the test has failed."""
+    for path in sorted(folder.glob("logs/*/*.log")):
+        num_lines = 60 if path.name == "supervisor.log" else 15
+        with suppress(OSError):
+            lines = path.read_bytes()[-20_000:].decode(errors="replace").splitlines()
+            shown = (f"--- {path.relative_to(folder)}", *(line[:300] for line in lines[-num_lines:]))
+            sys.stdout.write("\n".join(shown) + "\n")
+
+
 @contextmanager
 def open_workplace(folder: Path) -> Iterator[Workplace]:
     """A workplace of which nothing may be left; a process that is left fails the test, and is killed by its PID."""
@@ -233,6 +243,7 @@ def open_workplace(folder: Path) -> Iterator[Workplace]:
             assert done.returncode in (0, 5), done.stderr  # 5: the run has ended meanwhile
         until(lambda: not place.supervisors())  # killed before it has exited, it would leave its files
     finally:
+        _print_logs(folder)
         left = place.survivors()
         names = [command_line(each.pid)[-160:] for each in left]
         for each in [*left, *place.supervisors()]:
