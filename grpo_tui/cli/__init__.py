@@ -24,7 +24,7 @@ from grpo_tui.cli.arguments import (
     NewOption,
     ReadOnlyOption,
     ThemeOption,
-    is_profile,
+    place_of_profile,
     require_option,
     second_of,
 )
@@ -61,6 +61,9 @@ ENGINE_COMMANDS = frozenset(
     {"api", "server", "env", "atropos-env", "reference", "parameters", "train", "launch", "check"}
 )
 """Those of `grpo-engine` whose names are none of ours."""
+
+ELSEWHERE = {"list": "ps", "ls": "ps", "runs": "ps", "kill": "down", "end": "down", "tail": "logs", "validate": "plan"}
+"""What other tools call a command of ours, which no likeness of letters finds."""
 
 
 class LazyGroup(TyperGroup):
@@ -99,13 +102,14 @@ class LazyGroup(TyperGroup):
 
 def _meant(args: list[str]) -> str:
     """` (did you mean …?)` about arguments that begin with no command of ours; nothing when none is near."""
-    if is_profile(args[:1]):
+    if place_of_profile(args[:1]) is not None:
         return f" (did you mean `{shlex.join(['grpo-tui', '--profile', *args])}`?)"
     if args[0] in ENGINE_COMMANDS:
         return f" (did you mean `{shlex.join(['grpo-engine', *args])}`?)"
     from grpo_engine.config import did_you_mean
 
-    return did_you_mean(args[0], COMMANDS)
+    meant = ELSEWHERE.get(args[0])
+    return did_you_mean(args[0], COMMANDS) if meant is None else f" (did you mean {meant!r}?)"
 
 
 def build_app() -> typer.Typer:

@@ -30,6 +30,11 @@ from grpo_tui.exit_codes import ExitCode
 
 MAX_LOST_DAEMONS = 3
 """Supervisors that may exit unexpectedly while they take a run down, before `down` fails."""
+WHOLE_RUN = {
+    "start": "`grpo-tui resume RUN` goes on with a whole run",
+    "stop": "`grpo-tui down` ends the whole run",
+    "restart": "`grpo-tui down RUN`, then `grpo-tui resume RUN`, restart the whole run",
+}
 WaitOption = Annotated[bool, typer.Option("--wait", help="Return when it is done: ready, or ended.")]
 TimeoutOption = Annotated[float | None, typer.Option("--timeout", min=0.0, help="Seconds to wait at most.")]
 
@@ -44,19 +49,25 @@ def register(app: typer.Typer) -> None:
 
 
 def start_command(
-    words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None, take_ports: TakePortsOption = False
+    words: RunAndService = None,
+    wait: WaitOption = False,
+    timeout: TimeoutOption = None,
+    take_ports: TakePortsOption = False,
 ) -> None:
     """Start a service that is stopped, finished or failed."""
     _act("start", words, wait, timeout, take_ports)
 
 
-def stop_command(words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None) -> None:
+def stop_command(words: RunAndService = None, wait: WaitOption = False, timeout: TimeoutOption = None) -> None:
     """Stop a service. Its stop signal, its grace period, then SIGKILL to every process that is left."""
     _act("stop", words, wait, timeout)
 
 
 def restart_command(
-    words: RunAndService, wait: WaitOption = False, timeout: TimeoutOption = None, take_ports: TakePortsOption = False
+    words: RunAndService = None,
+    wait: WaitOption = False,
+    timeout: TimeoutOption = None,
+    take_ports: TakePortsOption = False,
 ) -> None:
     """Restart a service. Services with `restart_with` follow it; it does not count as a failure."""
     _act("restart", words, wait, timeout, take_ports)
@@ -96,11 +107,13 @@ def upgrade_command(
 
 def _act(
     do: Literal["start", "stop", "restart"],
-    words: list[str],
+    words: list[str] | None,
     wait: bool,
     timeout: float | None,
     take_ports: bool = False,
 ) -> None:
+    if not words:
+        raise typer.BadParameter(f"{do} takes [RUN] SERVICE; {WHOLE_RUN[do]}")
     prefix, service = split(words)
     run = run_to_act_on(prefix)
     started = time.monotonic()

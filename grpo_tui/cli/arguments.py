@@ -20,7 +20,7 @@ RunArgument = Annotated[
     typer.Argument(metavar="[RUN]", help="Run id, its beginning or last part; default: the newest live run here."),
 ]
 RunAndService = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(metavar="[RUN] SERVICE", help="The service, optionally after a run id, its beginning or last part."),
 ]
 TakePortsOption = Annotated[
@@ -32,6 +32,8 @@ TakePortsOption = Annotated[
 NewOption = Annotated[
     bool, typer.Option("--new", help="Start another run beside live ones, with free ports in place of used ones.")
 ]
+FLAGS = frozenset({"--new", "--join", "--detach", "-d", "--json", "--scale-batch"})
+"""Options without a value of commands that take a profile."""
 JoinOption = Annotated[bool, typer.Option("--join", help="Join the live run of the profile, whatever its settings.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, repeatable.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
@@ -50,24 +52,29 @@ def second_of(*, new: bool, join: bool) -> Second | None:
     return "new" if new else "join" if join else None
 
 
-def is_profile(words: list[str]) -> bool:
-    """Whether the first word names a profile, or a file of one."""
+def place_of_profile(words: list[str]) -> int | None:
+    """Index of the word that names a profile, or a file of one, with no option before it that takes it."""
     from grpo_tui.paths import available_profiles
 
-    return any(word.endswith(".toml") or word in available_profiles() for word in words[:1] if word[:1] != "-")
+    for place, word in enumerate(words):
+        is_value = place > 0 and words[place - 1].startswith("-") and words[place - 1] not in FLAGS
+        if not is_value and not word.startswith("-") and (word.endswith(".toml") or word in available_profiles()):
+            return place
+    return None
 
 
 def require_option(ctx: typer.Context, command: str, words: list[str]) -> None:
     """Refuse a profile without `--profile`, with the command to type."""
-    if is_profile(words):
-        meant = shlex.join(["grpo-tui", command, "--profile", *words])
+    place = None if {"--profile", "-p"} & set(words) else place_of_profile(words)
+    if place is not None:
+        meant = shlex.join(["grpo-tui", command, *words[:place], "--profile", *words[place:]])
         ctx.fail(f"A profile comes after --profile (did you mean `{meant}`?).")
 
 
-def split(words: list[str]) -> tuple[str | None, str]:
+def split(words: list[str] | None) -> tuple[str | None, str]:
     """`SERVICE` or `RUN SERVICE`."""
-    if len(words) > 2:
-        raise typer.BadParameter(f"expected [RUN] SERVICE, not {' '.join(words)}")
+    if not words or len(words) > 2:
+        raise typer.BadParameter(f"expected [RUN] SERVICE, not {' '.join(words or ())!r}")
     return (None, words[0]) if len(words) == 1 else (words[0], words[1])
 
 

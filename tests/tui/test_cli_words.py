@@ -38,8 +38,12 @@ def test_a_misspelt_command_names_the_nearest() -> None:
     ("words", "answer"),
     [
         ("up mine.toml --new", "(did you mean `grpo-tui up --profile mine.toml --new`?)"),
+        ("up --new --set model.name=tiny-cpu mine.toml", "--set model.name=tiny-cpu --profile mine.toml`?)"),
+        ("up --new --name tiny-cpu", "Missing option '--profile'"),
         ("plan tiny-cpu", "(did you mean `grpo-tui plan --profile tiny-cpu`?)"),
         ("mine.toml", "(did you mean `grpo-tui --profile mine.toml`?)"),
+        ("list", "(did you mean 'ps'?)"),
+        ("stop", "`grpo-tui down` ends the whole run"),
         ("check --help", "(did you mean `grpo-engine check --help`?)"),
         ("sweep mine.toml", "(did you mean `grpo-tui sweep --profile mine.toml`?)"),
         ("sweep list", "`grpo-tui` alone lists all sweeps"),
