@@ -55,6 +55,11 @@ class Conversation:
         return len(self.labels) - self.labels.count(MASKED_LABEL)
 
     @property
+    def sampled_tokens(self) -> list[int]:
+        """(T',) the trained tokens."""
+        return [label for label in self.labels if label != MASKED_LABEL]
+
+    @property
     def sampled_versions(self) -> list[int]:
         """(T',) of the trained tokens."""
         return [version for version, label in zip(self.versions, self.labels, strict=True) if label != MASKED_LABEL]

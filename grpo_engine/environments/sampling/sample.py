@@ -72,7 +72,7 @@ async def sample_item(
     for index, conversation in enumerate(conversations):
         conversation.add_prompt(prompt)
         conversation.add_completion(answer, index)
-    rewards = await rewards_of(policy.config, item, answer.text)
+    rewards = await rewards_of(policy.config, item, answer.text, [each.sampled_tokens for each in conversations])
     _refuse_unless_finite(task, item, rewards, len(conversations))
     return [Rollouts(conversations=conversations, rewards=rewards)]
 

@@ -25,19 +25,21 @@ from grpo_engine.wire.terminal_text import log_to_stderr
 _SAFE_PATH = "PYTHONSAFEPATH"
 
 
-async def rewards_of(config: SamplingConfig, item: Item, completions: Sequence[str]) -> list[float]:
-    """Reward of each completion of an item; does not block the event loop.
+async def rewards_of(
+    config: SamplingConfig, item: Item, completions: Sequence[str], token_ids: Sequence[Sequence[int]] | None = None
+) -> list[float]:
+    """Reward of each completion of an item; does not block the event loop (see `Task.rewards`).
 
     Raises:
         GrpoError: the task refuses to score them.
         PeerError: a process that scores ended.
     """
     if not config.scoring_processes:
-        return await config.task.rewards(item, completions)
+        return await config.task.rewards(item, completions, token_ids)
     key = (type(config.task), config.task.model_dump_json(), config.scoring_processes)
     if key not in _started:
         _started[key] = ScoringProcesses(config.task, config.scoring_processes)
-    return await _started[key].rewards(item, completions)
+    return await _started[key].rewards(item, completions, token_ids)
 
 
 def end_scoring() -> None:
@@ -61,7 +63,9 @@ class ScoringProcesses:
             count, context, initializer=_begin, initargs=(task, os.getpid(), level, self._begun)
         )
 
-    async def rewards(self, item: Item, completions: Sequence[str]) -> list[float]:
+    async def rewards(
+        self, item: Item, completions: Sequence[str], token_ids: Sequence[Sequence[int]] | None = None
+    ) -> list[float]:
         """Those of `task.rewards`, and its errors.
 
         Raises:
@@ -69,7 +73,7 @@ class ScoringProcesses:
         """
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._pool, _rewards, item, list(completions))
+            return await loop.run_in_executor(self._pool, _rewards, item, list(completions), token_ids)
         except BrokenProcessPool:
             raise PeerError(
                 f"task {self._label}: one of {self._count} processes that score ended: it was killed, by the kernel if "
@@ -101,5 +105,5 @@ def _begin(task: Task, parent: int, level: int, begun: SimpleQueue[Any]) -> None
     _task = task
 
 
-def _rewards(item: Item, completions: Sequence[str]) -> list[float]:
-    return asyncio.run(_task.rewards(item, completions))
+def _rewards(item: Item, completions: Sequence[str], token_ids: Sequence[Sequence[int]] | None) -> list[float]:
+    return asyncio.run(_task.rewards(item, completions, token_ids))

@@ -89,8 +89,14 @@ class Task(Config):
         """Reward of a completion's text, special tokens removed."""
         raise NotImplementedError
 
-    async def rewards(self, item: Item, completions: Sequence[str]) -> list[float]:
-        """Reward of each completion of an item; does not block the event loop."""
+    async def rewards(
+        self, item: Item, completions: Sequence[str], token_ids: Sequence[Sequence[int]] | None = None
+    ) -> list[float]:
+        """Reward of each completion of an item; does not block the event loop.
+
+        Args:
+            token_ids: of each completion, as sampled, its end token included; None where nothing was sampled.
+        """
         from grpo_engine.environments.tasks.concurrency import (
             run_in_thread,  # imported late: loads asyncio, which reading settings does not need
         )

@@ -118,8 +118,8 @@ def test_a_misspelt_module_is_named_with_the_nearest_file(tmp_path: Path, monkey
         ("def score(completion, gold, more): return 1", "has an unknown parameter 'more': available are"),
         ("def score(completion, numbre): return 1", r"has an unknown parameter 'numbre' \(did you mean 'number'\?\)"),
         (
-            "def score(completion_ids, **kwargs): return 1",
-            "'completion_ids' of TRL, which is not passed here: use question",
+            "def score(completions, trainer_state, **kwargs): return 1",
+            "'trainer_state' of TRL, which is not passed here: use question",
         ),
         ("del items\ndef score(completion): return 1", "has no 'items': define it .* or a file as task.path"),
         ("def score(answer): return 1", "has no parameter for the completion: add `completion`"),
@@ -185,6 +185,7 @@ def test_a_prompt_of_several_messages_is_asked_as_it_is(write: Write) -> None:
         ("import torch\ndef score(completions, **kwargs): return torch.tensor([1, 0])", [1.0, 0.0]),
         ("def score(completions, answer): return [c == a for c, a in zip(completions, answer)]", [1.0, 0.0]),
         ("def score(prompts, completions, question, **k): return [p == q for p, q in zip(prompts, question)]", [1, 1]),
+        ("def score(completion_ids): return [len(ids) for ids in completion_ids]", [1.0, 2.0]),
         ("def score(completions, log_metric, log_extra=None, **k): log_metric('a', 1); return [1, 2]", [1.0, 2.0]),
     ],
 )
@@ -447,6 +448,15 @@ def test_a_reward_function_of_trl_is_used_as_it_is(tmp_path: Path) -> None:
     assert item.question == "What is 1/2 + 1/4?"
     right, thought = r"It is \boxed{\frac{3}{4}}", r"<think>So</think>It is \boxed{0.5}"
     assert scored(task, right, thought, f"<think>So</think>{right}", item=item) == [1.0, 0.5, 1.5]
+
+
+@needs_trl
+@pytest.mark.slow
+def test_the_penalty_of_trl_for_long_completions_counts_the_tokens_that_were_sampled(write: Write) -> None:
+    file = write("from trl.rewards import get_soft_overlong_punishment\nscore = get_soft_overlong_punishment(100, 20)")
+    task = own(file)
+    task.check()
+    assert asyncio.run(task.rewards(ITEM, ["", "", ""], [[1] * 80, [1] * 90, [1] * 101])) == [0.0, -0.5, -1.0]
 
 
 def test_messages_are_given_where_asked_for(write: Write) -> None:

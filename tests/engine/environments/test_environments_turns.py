@@ -23,10 +23,11 @@ from grpo_engine.environments.sampling.groups import Completions, Conversation, 
 from grpo_engine.environments.sampling.policy import Policy, PolicySeat, PromptTooLong
 from grpo_engine.environments.sampling.prompts import chat_tokens, check_template, following_tokens
 from grpo_engine.environments.sampling.sample import Rollouts, sample_item, sample_rewards, without_empty
-from grpo_engine.environments.tasks.base import Item
+from grpo_engine.environments.tasks.base import Item, Task
 from grpo_engine.environments.tasks.concurrency import gather_all
 from grpo_engine.environments.tasks.guess_number import GuessNumber
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask, Seat, ask_seats
+from grpo_engine.environments.tasks.python.task import Python
 from grpo_engine.errors import ConfigError, DataError, PeerError
 from grpo_engine.models.local import smollm2_gguf
 from grpo_engine.models.tiny_tokenizer import END_ID, tiny_tokenizer
@@ -110,7 +111,7 @@ def policy(
     *,
     end: int = END_ID,
     longest: int = 400,
-    task: MultiTurnTask | None = None,
+    task: Task | None = None,
     **changes: Any,
 ) -> Policy:
     config = EnvironmentConfig.model_validate(
@@ -292,6 +293,14 @@ async def test_a_text_longer_than_the_longest_tokens_that_fit_is_not_encoded(mon
         await PolicySeat(policy(tokenizer, [], longest=20)).ask(long)
     assert await seat.ask(long) == ""
     assert (encoded, seat.conversation.is_truncated) == ([""], True)
+
+
+async def test_a_reward_gets_the_tokens_as_they_were_sampled(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("items = ['x']\ndef score(completion_ids): return [ids[-1] * len(ids) for ids in completion_ids]")
+    task = Python(module=str(file), functions=("score",))
+    (rollouts,) = await sample_item(policy(tiny_tokenizer(), ["abc"], task=task), next(task.items(0)), 1)
+    assert rollouts.rewards == [END_ID * rollouts.conversations[0].num_sampled]
 
 
 # --- games ---------------------------------------------------------------------------------------------------------

@@ -59,6 +59,11 @@ def test_rewards_are_those_of_threads(tmp_path: Path) -> None:
     assert asyncio.run(all_rewards(environment(code, tmp_path, count=0), *groups)) == expected
 
 
+def test_the_tokens_of_completions_are_known_there(tmp_path: Path) -> None:
+    config = environment("def score(completion_ids): return map(sum, completion_ids)", tmp_path)
+    assert asyncio.run(rewards_of(config, ITEM, ["a", "b"], [[5, 6], [7]])) == [11.0, 7.0]
+
+
 def test_a_reward_that_fails_there_says_where(tmp_path: Path) -> None:
     config = environment("def score(completion):\n    return float(completion)", tmp_path)
     with pytest.raises(ConfigError, match=r"mine\.py:score failed: ValueError: .*mine\.py:3, in score.*'many'"):

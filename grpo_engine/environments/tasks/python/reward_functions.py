@@ -25,12 +25,14 @@ log = logging.getLogger(__name__)
 
 CompletionFormat = Literal["auto", "text", "messages"]
 
-_OF_THE_GROUP = frozenset({"completions", "prompts"})
+_OF_THE_GROUP = frozenset({"completions", "completion_ids", "prompts"})
 """Parameters that mark a function as per group."""
 _NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Names that TRL does not pass as columns."""
-_NOT_PASSED = frozenset({"completion_ids", "trainer_state"})
+_NOT_PASSED = frozenset({"trainer_state"})
 """Parameters that TRL passes."""
+_COMPLETIONS = frozenset({"completion", "completions", "completion_ids"})
+"""Parameters with what is scored."""
 _SLOW_S = 2.0
 """A call that takes longer is logged."""
 _HANGING_S = 10.0
@@ -72,21 +74,21 @@ class RewardFunction:
         completion = "completions" if self.is_of_a_group else "completion"
         named = {name: name for name in (*self.required, *self.optional) if name in known}
         unknown = [name for name in self.required if name not in known]
+        if not_passed := _NOT_PASSED.intersection(unknown):
+            raise ConfigError(
+                f"task.functions: {self.name} has the parameter {min(not_passed)!r} of TRL, which is not passed here: "
+                f"use {', '.join(known)}"
+            )
         for meant in (completion, "answer"):
             if unknown and meant not in named and meant in known and not did_you_mean(unknown[0], known):
                 named[unknown.pop(0)] = meant
-        if unknown and unknown[0] in _NOT_PASSED:
-            raise ConfigError(
-                f"task.functions: {self.name} has the parameter {unknown[0]!r} of TRL, which is not passed here: use "
-                f"{', '.join(known)}"
-            )
         if unknown:
             raise ConfigError(
                 f"task.functions: {self.name} has an unknown parameter {unknown[0]!r}"
                 f"{did_you_mean(unknown[0], known)}: "
                 f"available are {', '.join(known)}"
             )
-        if completion not in named.values() and not self.takes_all:
+        if _COMPLETIONS.isdisjoint(named.values()) and not self.takes_all:
             raise ConfigError(f"task.functions: {self.name} has no parameter for the completion: add `{completion}`")
         chosen = {name: known[meant] for name, meant in named.items()}
         return {**known, **chosen} if self.takes_all else chosen
@@ -139,14 +141,23 @@ class RewardFunctions:
         self._num_slow = 0
         self._num_hanging = 0
 
-    async def rewards(self, item: Item, completions: Sequence[str]) -> list[float]:
+    async def rewards(
+        self, item: Item, completions: Sequence[str], token_ids: Sequence[Sequence[int]] | None = None
+    ) -> list[float]:
         """One reward per completion: the sum over the functions that returned one.
+
+        Args:
+            token_ids: of each completion; None: its bytes stand for them, as in a trial before anything is sampled.
 
         Raises:
             ConfigError: a function has a parameter that the item does not provide.
             RewardFailed: a function failed, and `error_reward` is not set.
         """
-        columns = await asyncio.gather(*(self._of_function(each, item, completions) for each in self._functions))
+        if token_ids is None:
+            token_ids = [list(text.encode()) for text in completions]
+        columns = await asyncio.gather(
+            *(self._of_function(each, item, completions, token_ids) for each in self._functions)
+        )
         return [self._sum(item, text, row) for text, row in zip(completions, zip(*columns, strict=True), strict=True)]
 
     def _sum(self, item: Item, completion: str, row: Sequence[float | None]) -> float:
@@ -158,9 +169,11 @@ class RewardFunctions:
             RewardFailed(f"{names} returned None, so there is no reward{_of(item, completion)}")
         )
 
-    async def _of_function(self, each: RewardFunction, item: Item, completions: Sequence[str]) -> list[float | None]:
+    async def _of_function(
+        self, each: RewardFunction, item: Item, completions: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> list[float | None]:
         if each.is_of_a_group:
-            return await self._of_group(each, item, completions)
+            return await self._of_group(each, item, completions, token_ids)
         return list(await asyncio.gather(*(self._of_one(each, item, completion) for completion in completions)))
 
     async def _of_one(self, each: RewardFunction, item: Item, completion: str) -> float | None:
@@ -175,9 +188,11 @@ class RewardFunctions:
                 RewardFailed(f"{each.name} failed: {describe_error(error)}{_of(item, completion)}"), error
             )
 
-    async def _of_group(self, each: RewardFunction, item: Item, completions: Sequence[str]) -> list[float | None]:
+    async def _of_group(
+        self, each: RewardFunction, item: Item, completions: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> list[float | None]:
         formatted = [self._formatted(item, completion) for completion in completions]
-        arguments = each.arguments(group_arguments(item, formatted, each))
+        arguments = each.arguments(group_arguments(item, formatted, token_ids, each))
         try:
             given = await self._called(each, arguments)
             try:
@@ -281,14 +296,17 @@ def completion_arguments(item: Item, completion: Any) -> dict[str, Any]:
     return {**parts, "completion": completion, "entry": entry, "item": item}
 
 
-def group_arguments(item: Item, completions: list[Any], each: RewardFunction) -> dict[str, Any]:
+def group_arguments(
+    item: Item, completions: list[Any], token_ids: Sequence[Sequence[int]], each: RewardFunction
+) -> dict[str, Any]:
     """Arguments available to a function per group: TRL's, and each field of the record repeated per completion."""
     answer = {"answer": item.answer} if item.answer else {}
     columns = {"question": item.question, **answer, **(item.entry or {})}
     count = len(completions)
     known: dict[str, Any] = {name: [value] * count for name, value in columns.items() if name not in _NOT_COLUMNS}
     asked: dict[str, Any] = {name: _ignored for name in ("log_extra", "log_metric") if name in each.required}
-    return {**known, **asked, "prompts": [_prompt(item)] * count, "completions": completions}
+    of_group = {"prompts": [_prompt(item)] * count, "completions": completions}
+    return {**known, **asked, **of_group, "completion_ids": [list(each) for each in token_ids]}
 
 
 def _ignored(name: str, value: Any) -> None:

@@ -128,13 +128,15 @@ class Python(Task):
         """Weighted sum of the functions for one completion."""
         return _run(self.rewards(item, [completion]))[0]
 
-    async def rewards(self, item: Item, completions: Sequence[str]) -> list[float]:
+    async def rewards(
+        self, item: Item, completions: Sequence[str], token_ids: Sequence[Sequence[int]] | None = None
+    ) -> list[float]:
         """Weighted sum of the functions for each completion of an item.
 
         Raises:
             RewardFailed: a function failed, and `error_reward` is not set.
         """
-        return await _reward_functions(self).rewards(item, completions)
+        return await _reward_functions(self).rewards(item, completions, token_ids)
 
     def _read(self, path: Path, where: str, most_lines: int | None = None) -> list[Item]:
         records = read_records(path, where=where, most_lines=most_lines)
