@@ -49,22 +49,53 @@ def take_port(host: str, port: int, environment: MutableMapping[str, str] | None
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        holders = {who_has(each) for each in listening_sockets([port])} if port else set()
-        held = f", held by {' and '.join(sorted(holders))}" if holders else ""
-        raise ConfigError(
-            f"--host {host} --port {port}: cannot listen: {error.strerror or error}{held}; "
-            "stop the process that uses the port, or choose another port"
-        ) from None
-    # Two sockets that both allow it, and do not listen yet, may have the same port, also of different users.
+        raise _no_port(host, port, error) from None
+    # Two sockets that both allow it, and do not listen, may have the same port, also of different users.
     _allow_reuse(listener, False)
     return listener
+
+
+def start_listening(listener: socket.socket, backlog: int) -> None:
+    """Listen, without a moment before or after it in which another socket may have the port.
+
+    A user who tried without pause listened first where reuse was allowed while the application started.
+
+    Raises:
+        ConfigError: another process has the port nevertheless.
+    """
+    try:
+        listener.listen(backlog)
+    except OSError:  # earlier connections are not forgotten yet
+        _allow_reuse(listener, True)
+        try:
+            listener.listen(backlog)
+        except OSError as error:
+            host, port = listener.getsockname()[:2]
+            raise _no_port(host, port, error) from None
+        finally:
+            _allow_reuse(listener, False)
+
+
+def accept(listener: socket.socket) -> socket.socket:
+    """Take a connection that waits; once closed it keeps no process, after this one, from the port."""
+    connection, _ = listener.accept()
+    _allow_reuse(connection, True)
+    return connection
 
 
 def refuse_connections(listener: socket.socket) -> None:
     """Stop listening, in every process that has this socket, and keep the port."""
     if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # else it could not listen again after this
         listener.shutdown(socket.SHUT_RDWR)
-    _allow_reuse(listener, False)
+
+
+def _no_port(host: str, port: int, error: OSError) -> ConfigError:
+    holders = {who_has(each) for each in listening_sockets([port])} if port else set()
+    held = f", held by {' and '.join(sorted(holders))}" if holders else ""
+    return ConfigError(
+        f"--host {host} --port {port}: cannot listen: {error.strerror or error}{held}; "
+        "stop the process that uses the port, or choose another port"
+    )
 
 
 def _allow_reuse(listener: socket.socket, is_allowed: bool) -> None:
@@ -95,10 +126,9 @@ class ListeningServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and log the address, which uvicorn does not do for a socket that it was given."""
-        _allow_reuse(self._listener, True)  # for the process that has the port after this one
         await super().startup([])
         if self.started:
-            self._listener.listen(self.config.backlog)
+            start_listening(self._listener, self.config.backlog)
             self._listener.setblocking(False)
             self._accept_from_now_on()
             host, port = self._listener.getsockname()[:2]
@@ -122,7 +152,7 @@ class ListeningServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for _ in range(max(1, min(MAX_ACCEPTED, max_connections() // 16))):
             try:
-                connection, _ = self._listener.accept()
+                connection = accept(self._listener)
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:

@@ -19,13 +19,14 @@ import pytest
 from fastapi import FastAPI
 from ports import free_port
 from rollout_fakes import served
+from starlette.types import Receive, Scope, Send
 from workplace import until
 
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.errors import ConfigError, PeerUnavailable
 from grpo_engine.serving import listening
-from grpo_engine.serving.listening import refuse_connections, take_port
+from grpo_engine.serving.listening import accept, plain_server, refuse_connections, start_listening, take_port
 from grpo_engine.wire import socket_diag, tcp_sockets, token_clients
 from grpo_engine.wire.supervisor import ProbeOutcome
 from grpo_engine.wire.tcp_sockets import (
@@ -336,6 +337,11 @@ async def test_another_users_listener_is_never_ready_and_is_named(tmp_path: Path
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 
+async def answer_nothing(_scope: Scope, _receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
 def listen_beside(port: int) -> None:
     """Listen where another socket is only bound, as kernels allow where both sockets allow it."""
     with socket.socket() as other:
@@ -344,21 +350,64 @@ def listen_beside(port: int) -> None:
         other.listen()
 
 
-def test_a_server_has_its_port_before_it_listens_and_refuses_connections_until_then() -> None:
+def listen_is_refused(port: int) -> None:
+    with pytest.raises(OSError, match="Address already in use"):
+        listen_beside(port)
+
+
+class SharedWhereItMay(socket.socket):
+    """A socket beside which another one tries to listen whenever this one begins or ends to."""
+
+    has_failed = False
+    """Whether it listens for the second time, and another one may for a moment."""
+
+    def listen(self, backlog: int = 1, /) -> None:
+        if not self.has_failed:
+            listen_is_refused(self.getsockname()[1])
+        self.has_failed = not self.has_failed
+        super().listen(backlog)
+        self.has_failed = False
+
+    def shutdown(self, how: int, /) -> None:
+        super().shutdown(how)
+        listen_is_refused(self.getsockname()[1])
+
+
+def test_a_server_has_its_port_before_and_after_it_listens_and_refuses_connections_then() -> None:
     port = free_port()
-    with take_port("127.0.0.1", port) as listener:
-        for _ in range(2):  # also after a server that was restarted in place
-            with pytest.raises(OSError, match="Address already in use"):
-                listen_beside(port)
+    with SharedWhereItMay(fileno=take_port("127.0.0.1", port).detach()) as listener:
+        for _ in range(2):  # a server that is restarted in place
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", port))
-            listening._allow_reuse(listener, True)  # as a server does before it listens
-            listener.listen()
-            listener.settimeout(10)
+            start_listening(listener, 1)
             with socket.create_connection(("127.0.0.1", port)):
-                listener.accept()[0].close()
+                accept(listener).close()  # the kernel keeps it for a minute
             refuse_connections(listener)
             refuse_connections(listener)
+        server = plain_server(answer_nothing, listener.dup(), log_level="warning")
+        serving = threading.Thread(target=server.run)
+        serving.start()
+        until(lambda: bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
+        listen_is_refused(port)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            while client.recv(4096):
+                pass
+        server.should_exit = True
+        serving.join()
+    take_port("127.0.0.1", port).close()
+
+
+def test_a_port_that_another_took_before_a_server_listens_is_named_with_its_holder() -> None:
+    port = free_port()
+    with take_port("127.0.0.1", port) as listener:
+        listening._allow_reuse(listener, True)
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("127.0.0.1", port))
+            other.listen()
+            with pytest.raises(ConfigError, match=rf"--port {port}: cannot listen: .*, held by user "):
+                start_listening(listener, 1)
 
 
 def test_a_port_that_is_taken_is_refused_with_its_holder() -> None:
