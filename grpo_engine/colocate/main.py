@@ -46,6 +46,7 @@ def run(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase | None = No
     if config.dry_run:
         return trainer.run(config)
     tokenizer = begin_in_turn(partial(prepare, config), os.environ) or tokenizer
+    config = trainer.of_model(config)
     place = rank_place(os.environ)
     if place is None or place.rank == 0:
         config.own_environment.task.check()  # before anything is loaded

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = [
+    "fitting_length",
     "is_at_hand",
     "load_config",
     "load_model",
@@ -44,6 +45,19 @@ def load_config(name: str) -> PreTrainedConfig:
         ModelError: it cannot be found or read.
     """
     return read_source(name, partial(AutoConfig.from_pretrained, trust_remote_code=False))
+
+
+def fitting_length(pretrained: PreTrainedConfig, length: int, setting: str) -> int:
+    """`length`, or the number of positions of a model that has a table of fewer, with a warning.
+
+    Models that compute positions (rotary ones) have no last one.
+    """
+    config = pretrained.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or getattr(config, "rope_parameters", None) or length <= limit:
+        return length
+    log.warning("%s %d: %s has only %d positions; using that", setting, length, pretrained.name_or_path, limit)
+    return limit
 
 
 def modeling_module(name: str) -> str | None:

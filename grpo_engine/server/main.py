@@ -84,10 +84,21 @@ def prepare(config: ServerConfig) -> None:
 def serve(config: ServerConfig, listener: socket.socket) -> int:
     """Serve in this process, on a socket of `take_port`."""
     instance = uuid.uuid4().hex[:12]
+    config = of_model(config)
     engine = make_engine(config, instance=instance)
     token = None if config.allow_without_token else find_token(os.environ)
     app = create_app(Service(engine=engine, config=config, instance=instance, token=token))
     return _Server(app, config, engine, listener).run_to_end()
+
+
+def of_model(config: ServerConfig) -> ServerConfig:
+    """The settings with a length for which the model has positions; vLLM's are compared with it where it starts."""
+    if config.engine != "torch":
+        return config
+    from grpo_engine.models.loading import fitting_length, load_config
+
+    length = fitting_length(load_config(config.model_name), config.max_model_len, "--max-model-len")
+    return config.model_copy(update={"max_model_len": length})
 
 
 def with_environment(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:

@@ -84,8 +84,8 @@ class WeightReceiver:
                 whole = [_buffer(part, shape) for part, shape in layer]
                 group.broadcast(whole)
                 for (part, _), tensor in zip(layer, whole, strict=True):
-                    if part.place is not None:
-                        part.memory.copy_(tensor[part.place])
+                    if tensor is not part.memory:
+                        part.memory.copy_(tensor if part.place is None else tensor[part.place])
                 if with_checksum:
                     checksum.add(whole)
             if self._device.type == "cuda":
@@ -154,8 +154,8 @@ def awaited_sender(config: ServerConfig) -> AnyProcess | None:
 
 
 def _buffer(part: Part, shape: tuple[int, ...]) -> Tensor:
-    """What a whole tensor is received into: the served memory itself, where that holds all of it."""
-    if part.place is None:
+    """What a whole tensor is received into: the served memory itself, where that holds all of it in its order."""
+    if part.place is None and part.memory.is_contiguous():
         return part.memory
     return torch.empty(shape, dtype=part.memory.dtype, device=part.memory.device)
 

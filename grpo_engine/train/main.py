@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -30,7 +30,7 @@ from grpo_engine.installed import is_on_cpu
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.models.devices import limit_threads, require_device, trainable_device
 from grpo_engine.models.inductor import import_inductor
-from grpo_engine.models.loading import is_at_hand, load_tokenizer, modeling_module
+from grpo_engine.models.loading import fitting_length, is_at_hand, load_config, load_tokenizer, modeling_module
 from grpo_engine.ranks.group import RankGroup, RanksFailed
 from grpo_engine.ranks.place import RankPlace, rank_place
 from grpo_engine.ranks.watching import write_stacks_on_signal
@@ -58,6 +58,8 @@ OUTPUTS = Path("outputs")
 """Where `output_layout` dated makes folders, unless log_dir says otherwise; as Hydra."""
 
 log = logging.getLogger(__name__)
+
+AnyTrainConfig = TypeVar("AnyTrainConfig", bound=TrainConfig)
 
 
 class Sampling(Protocol):
@@ -92,6 +94,7 @@ def run(
         for package in ("models", "bridges"):
             logging.getLogger(f"grpo_engine.{package}").setLevel(logging.DEBUG)
     tokenizer = begin_in_turn(partial(prepare, config), os.environ) or tokenizer
+    config = of_model(config)
     place = rank_place(os.environ)
     if place is not None:
         config = of_rank(config, place)
@@ -227,6 +230,16 @@ def output_folders(config: TrainConfig, now: time.struct_time) -> tuple[Path, Pa
         folder = (config.log_dir if is_given else OUTPUTS) / time.strftime("%Y-%m-%d/%H-%M-%S", now)
         checkpoints_folder = folder / CHECKPOINTS
     return folder, (config.save_path or checkpoints_folder).absolute()
+
+
+def of_model(config: AnyTrainConfig) -> AnyTrainConfig:
+    """The settings with a length of sequences for which the model has positions.
+
+    Raises:
+        ModelError: its configuration cannot be found or read.
+    """
+    length = fitting_length(load_config(config.model_name), config.seq_len, "seq_len")
+    return config.model_copy(update={"seq_len": length})
 
 
 def of_rank(config: TrainConfig, place: RankPlace) -> TrainConfig:

@@ -128,7 +128,8 @@ class Decoder:
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        state = _CacheState(cache=cache, mask_BT=mask_RT, length_B=lengths_R)
+        limits_R = torch.tensor([work.max_new_tokens for work in works], device=self._device)
+        state = _CacheState(cache=cache, mask_BT=mask_RT, length_B=lengths_R, longest_B=lengths_R + limits_R)
         if len(rows) > len(works):
             index_B = torch.tensor([index for index, _ in rows], device=self._device)
             state.select(index_B)
@@ -193,15 +194,19 @@ class _CacheState:
     mask_BT: Tensor | None
     """None where no row is padded: attention is faster without a mask."""
     length_B: Tensor
+    longest_B: Tensor
+    """Of a row that goes on to its last token. Rows that have ended stay at it: where positions are learned, there is
+    none beyond the model's last one."""
 
     def select(self, index_B: Tensor) -> None:
         self.cache.batch_select_indices(index_B)
         self.length_B = self.length_B[index_B]
+        self.longest_B = self.longest_B[index_B]
         if self.mask_BT is not None:
             self.mask_BT = self.mask_BT[index_B]
 
     def grow(self) -> None:
-        self.length_B = self.length_B + 1
+        self.length_B = torch.minimum(self.length_B + 1, self.longest_B)
         if self.mask_BT is not None:
             self.mask_BT = torch.cat([self.mask_BT, self.mask_BT.new_ones(len(self.mask_BT), 1)], dim=1)
 

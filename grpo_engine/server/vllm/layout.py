@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _LORA_WRAPPING = ".base_layer"
+_TRANSPOSED = {"GPT2LMHeadModel": frozenset({"c_attn", "c_proj", "c_fc"})}
+"""By vLLM's model class: layers whose matrices transformers has the other way round (`Conv1D`)."""
 
 
 def views_under_hf_names(
@@ -158,6 +160,7 @@ def _all_views(model: nn.Module, num_ranks: int) -> Iterator[tuple[str, Tensor, 
     The number is the first row of a vocabulary that this process has; None for other parameters.
     """
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    transposed = _TRANSPOSED.get(type(model).__name__, frozenset())
     for module_name, module in model.named_modules(remove_duplicate=False):
         path = module_name.replace(_LORA_WRAPPING, "")
         owner, _, last = path.rpartition(".")
@@ -170,7 +173,10 @@ def _all_views(model: nn.Module, num_ranks: int) -> Iterator[tuple[str, Tensor, 
                     yield ".".join(filter(None, (owner, part, leaf))), data[start : start + size], None
             else:
                 first_row, num_rows = _vocabulary_rows(module)
-                yield ".".join(filter(None, (path, leaf))), data[:num_rows], first_row
+                view = data[:num_rows]
+                if data.ndim == 2 and num_ranks == 1 and last in transposed:
+                    view = view.t()
+                yield ".".join(filter(None, (path, leaf))), view, first_row
 
 
 def _vocabulary_rows(module: nn.Module) -> tuple[int | None, int | None]:

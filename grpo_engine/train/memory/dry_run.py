@@ -22,7 +22,7 @@ from grpo_engine.flags import to_flags
 from grpo_engine.models.config import parse_layer_indices
 from grpo_engine.models.devices import require_device, trainable_device
 from grpo_engine.models.layers import require_layers, require_targets
-from grpo_engine.models.loading import load_config, torch_dtype
+from grpo_engine.models.loading import fitting_length, load_config, torch_dtype
 from grpo_engine.models.local import RANDOM_MODEL_BYTES
 from grpo_engine.models.random_models import published_shape
 from grpo_engine.train.checkpointing.staging import free_memory
@@ -89,6 +89,7 @@ def report(config: TrainConfig, *cards: Card | None) -> tuple[str, bool]:
     name = config.model_name
     # A model with random weights is generated when first loaded: 8B takes minutes and 16 GB of disk.
     pretrained = published_shape(name) if name in RANDOM_MODEL_BYTES else load_config(name)
+    config = config.model_copy(update={"seq_len": fitting_length(pretrained, config.seq_len, "seq_len")})
     model = model_shape(pretrained, config)
     plan = memory_plan(model, config)
     card = min((each for each in cards if each is not None), key=lambda each: each.free_bytes, default=None)

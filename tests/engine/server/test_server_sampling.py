@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from grpo_engine.server.torch.decoding import Decoder, Work
 from grpo_engine.server.torch.sampling import RowTable, TokenCounts, draw, process_logits
 from grpo_engine.wire.inference import GenerateRequest
 
@@ -99,6 +101,25 @@ def test_greedy_rows_take_the_largest_beside_sampled_rows() -> None:
     logits = torch.tensor([LOG[::-1]] * 2)
     uniforms = torch.tensor([0.0, 0.0], dtype=torch.float64)
     assert draw(logits, table({"temperature": 0}, {}), uniforms).tolist() == [3, 0]
+
+
+def test_a_row_that_has_ended_stays_within_the_positions_of_the_model() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=12, n_embd=8, n_layer=1, n_head=1)).eval()
+    decoder = Decoder(
+        model, None, eos_ids=frozenset(), logprobs_mode="processed", generator=torch.Generator().manual_seed(0)
+    )
+    works = [
+        Work(
+            prompt=[1] * length,
+            params=GenerateRequest(prompt="", ignore_eos=True),
+            first_copy=0,
+            num_copies=1,
+            max_new_tokens=12 - length,
+            is_cancelled=lambda: False,
+        )
+        for length in (11, 2, 2, 2, 2)  # one of five does not make the batch smaller
+    ]
+    assert [len(rows[0].token_ids) for rows in decoder.decode(works)] == [1, 10, 10, 10, 10]
 
 
 def test_settings_of_dropped_rows_are_dropped() -> None:

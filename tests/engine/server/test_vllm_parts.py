@@ -59,6 +59,17 @@ def test_fused_rows_are_views_under_the_names_of_transformers(has_adapters: bool
     assert not model.embed.weight[5:].eq(0).any()
 
 
+def test_matrices_of_gpt2_are_views_the_other_way_round() -> None:
+    served = type("GPT2LMHeadModel", (nn.Module,), {})()
+    served.c_proj, served.wpe = nn.Linear(2, 2), nn.Embedding(3, 2)
+    expected = {"c_proj.weight": (2, 2), "c_proj.bias": (2,), "wpe.weight": (3, 2)}
+    views = views_under_hf_names(served, expected, {})
+    assert views["c_proj.weight"].equal(served.c_proj.weight.t())
+    assert views["wpe.weight"].equal(served.wpe.weight)
+    views["c_proj.weight"][0, 1] = 7
+    assert served.c_proj.weight[1, 0] == 7
+
+
 def test_every_difference_of_the_two_models_is_named() -> None:
     def problem(expected: dict[str, tuple[int, ...]], aliases: dict[str, str]) -> str:
         with pytest.raises(BridgeError) as caught:

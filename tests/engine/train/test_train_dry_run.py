@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from training import attached, made_up_groups, settings, small_model
-from transformers import LlamaConfig, T5Config
+from transformers import GPT2Config, LlamaConfig, T5Config
 
 from grpo_engine import cli
 from grpo_engine.bridges.transport import in_process
@@ -105,6 +105,17 @@ def test_a_card_with_room_is_compared_with_the_plan(config_folder: Path) -> None
     assert fits
     assert "A card: 24.0 GB; 23.0 GB for the trainer" in text
     assert re.search(r"^fits +22\.\d GB to spare$", text, re.MULTILINE)
+
+
+def test_sequences_are_planned_no_longer_than_a_model_has_positions(
+    config_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    GPT2Config(vocab_size=50, n_positions=512, n_embd=64, n_layer=2, n_head=2).save_pretrained(tmp_path / "gpt2")
+    text, _ = report(settings(model_name=str(tmp_path / "gpt2")))
+    assert "x 511 tokens at the longest" in text
+    assert f"seq_len 2048: {tmp_path / 'gpt2'} has only 512 positions; using that" in caplog.text
+    text, _ = report(settings(model_name=str(config_folder), seq_len=4096))  # rotary: has no last position
+    assert "x 4095 tokens at the longest" in text
 
 
 def test_ranks_are_listed_with_their_cards_and_the_fullest_card_decides(config_folder: Path) -> None:
