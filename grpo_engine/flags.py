@@ -38,7 +38,7 @@ from grpo_engine.config import (
     with_absolute_paths,
 )
 from grpo_engine.errors import ConfigError
-from grpo_engine.other_names import BARE_OVERRIDE, bare_overrides, own_override, own_table
+from grpo_engine.other_names import BARE_OVERRIDE, FLAGS, bare_overrides, own_override, own_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +190,8 @@ def _unknown(words: Sequence[str], flags: Sequence[str], whose: Callable[[str], 
         return f"unrecognized arguments: {' '.join(words)}: settings are flags, which --help lists"
     if first.startswith(("--env.", "--openai.")):
         return f"{first}: a flag of Atropos environments; see `grpo-engine atropos-env --help`"
+    if first in FLAGS:
+        return f"{first}: {FLAGS[first]}"
     if (other := whose(first)) is not None:
         return f"{first}: not a flag here, but of {other}: give it to that command"
     return f"{first}: unknown flag{did_you_mean_setting(first, flags)}; --help lists all flags"

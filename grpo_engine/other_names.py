@@ -132,6 +132,12 @@ BESIDE_SECTIONS: Mapping[str, Named] = {
     ),
 }
 """At the top of a file that has `vllm_config` or `fsdp_config`."""
+FLAGS: Mapping[str, str] = {
+    "--multirun": "several values of a setting are several runs: `grpo-tui sweep --profile NAME --multirun KEY=A,B`",
+    "--config-name": "a configuration is a profile, as `grpo-tui --profile gsm8k-async` or `ifeval-async`, or a file "
+    "with settings of this command, by --config FILE",
+}
+"""Flags of other trainers (Hydra's) that no command of grpo-engine has, and what to type instead."""
 
 
 def bare_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -84,7 +84,12 @@ class LazyGroup(TyperGroup):
         return typer.main.get_group(own).commands[cmd_name]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The arguments; an override needs no `--set` before it."""
+        """The arguments; an override needs no `--set` before it, and Hydra's flags are answered with what is here."""
+        if "--config-name" in args or ("--multirun" in args and args[0] != "sweep"):
+            from grpo_engine.other_names import FLAGS
+
+            flag = next(word for word in args if word in FLAGS)
+            ctx.fail(f"No such option: {flag}: {FLAGS[flag]}")
         if args and (args[0] in TAKE_OVERRIDES or args[0].startswith("-")) and any("=" in word for word in args):
             from grpo_tui.cli.overrides import with_set
 

@@ -229,6 +229,7 @@ def test_flags_override_a_file_and_set_overrides_both(tmp_path: Path) -> None:
     ("argv", "message"),
     [
         (["--learning-rat", "3"], r"t: --learning-rat: unknown flag \(did you mean '--learning-rate'\?\)"),
+        (["--multirun", "optimizer.lr=1e-4,1e-5"], "--multirun: .* `grpo-tui sweep --profile NAME --multirun KEY=A,B`"),
         (["serve", "--env.group_size=4"], "--env.group_size: a flag of Atropos environments; .*atropos-env"),
     ],
 )

@@ -111,7 +111,7 @@ def test_sequences_are_planned_no_longer_than_a_model_has_positions(
     config_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     GPT2Config(vocab_size=50, n_positions=512, n_embd=64, n_layer=2, n_head=2).save_pretrained(tmp_path / "gpt2")
-    text, _ = report(settings(model_name=str(tmp_path / "gpt2")))
+    text, _ = report(settings(model_name=str(tmp_path / "gpt2"), seq_len=2048))
     assert "x 511 tokens at the longest" in text
     assert f"seq_len 2048: {tmp_path / 'gpt2'} has only 512 positions; using that" in caplog.text
     text, _ = report(settings(model_name=str(config_folder), seq_len=4096))  # rotary: has no last position
