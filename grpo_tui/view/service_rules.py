@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -190,11 +191,13 @@ def _help_for_refused(service: ServiceStatus, status: RunStatus) -> str:
     """What helps a service whose start was refused."""
     is_over = status.state in ENDED_RUN_STATES
     if all(refusal.foreign_holder() is None for refusal in service.refusals):
-        again = f"`grpo-tui --profile {status.profile}`" if is_over else "s on the screen"
+        again = f"`grpo-tui --profile {shlex.quote(status.profile)}`" if is_over else "s on the screen"
         return f"once that is resolved, {again} starts the service"
     ends_it = "s or r on the screen asks whether to end that process and start"
     if is_over:
-        ends_it = f"`grpo-tui up --profile {status.profile} --take-ports` ends that process and starts again"
+        ends_it = (
+            f"`grpo-tui up --profile {shlex.quote(status.profile)} --take-ports` ends that process and starts again"
+        )
     return f"{ends_it}; or give the service another port"
 
 
@@ -214,5 +217,6 @@ def _help_for(service: ServiceStatus, status: RunStatus) -> str:
     ) is not None:
         return killed
     if service.exit_code == ExitCode.USAGE and service.kind != COMMAND_KIND:
-        return f"wrong setting or unsuitable machine: `grpo-tui doctor --profile {status.profile}` checks both"
+        command = f"grpo-tui doctor --profile {shlex.quote(status.profile)}"
+        return f"wrong setting or unsuitable machine: `{command}` checks both"
     return "the last lines of its log say why"

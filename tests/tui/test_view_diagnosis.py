@@ -260,6 +260,11 @@ PROFILE_COMMAND = "grpo-tui {} --profile hermes8b-shared"
             "no GPU is here",
             PROFILE_COMMAND.format("doctor"),
         ),
+        (  # a key copies the command, and a state from elsewhere may name any profile
+            status_of(service("vllm", state="failed", exit_code=2)).model_copy(update={"profile": "my a; b"}),
+            "exited with code 2",
+            "`grpo-tui doctor --profile 'my a; b'`",
+        ),
         (status_of(service("env", state="failed", exit_code=-9)), "signal 9", "dmesg"),
         (
             status_of(service("env", state="failed", why="ended by SIGKILL", exit_code=-9, oom_kills=0)),
