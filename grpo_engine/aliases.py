@@ -1,5 +1,5 @@
 """Programs of other trainers under their names there: `run-api`, `atropos-grpo` and `atropos-grpo-run` of Atropos's
-example trainer, `run-colocated-grpo` of co-located ones."""
+example trainer, `run-colocated-grpo` of co-located ones; and files that are run there by their path, of a checkout."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def atropos_grpo() -> int:
 def atropos_grpo_run() -> int:
     """As `grpo-engine launch`."""
     return _run("launch", sys.argv[1:])
+
+
+def vllm_api_server() -> int:
+    """As `grpo-engine server`."""
+    return _run("server", sys.argv[1:])
+
+
+def gsm8k_server() -> int:
+    """As `grpo-engine env --task gsm8k`."""
+    return _run("env", ["--task", "gsm8k", *(word for word in sys.argv[1:] if word != "serve")])
 
 
 def run_colocated_grpo() -> int:

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -26,6 +27,7 @@ import pytest
 import typer
 from ports import free_ports
 
+from grpo_engine import aliases
 from grpo_engine.check.config import CheckConfig
 from grpo_engine.colocate.config import TrainerConfig
 from grpo_engine.config import Config
@@ -182,6 +184,27 @@ def test_flags_that_are_the_same_exist_with_their_default() -> None:
             assert flags[names[0]].lower() == expected.lower(), (section.heading, row, flags[names[0]])
             num_checked += 1
     assert num_checked > 20
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("run_colocated_grpo.py", ["train", "--weight-bridge-mode", "colocate"]),
+        ("grpo_colocated.py", ["train", "--weight-bridge-mode", "colocate"]),
+        ("example_trainer/grpo.py", ["train"]),
+        ("example_trainer/run.py", ["launch"]),
+        ("example_trainer/vllm_api_server.py", ["server"]),
+        ("environments/gsm8k_server.py", ["env", "--task", "gsm8k"]),
+    ],
+)
+def test_files_that_are_run_by_their_path_are_programs_of_ours(
+    file: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aliases, "main", lambda: 7)
+    monkeypatch.setattr(sys, "argv", [file, "serve", "--vllm-port=1"])
+    with pytest.raises(SystemExit, match="7"):
+        runpy.run_path(str(ROOT / file), run_name="__main__")
+    assert sys.argv[1 : len(words) + 1] == words
 
 
 def test_metrics_that_are_the_same_are_written() -> None:
