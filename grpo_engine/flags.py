@@ -310,6 +310,7 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
 def _without_foreign_keys(model: type[BaseModel], table: RawTable) -> RawTable:
     """Drop, with a warning, the keys of a union's table that belong to another member than the chosen one."""
     result = dict(table)
+    flags = {setting.path: setting.flags[0] for setting in _settings(model)}
     for name, field in model.model_fields.items():
         members, inner = _config_members(field), result.get(name)
         if len(members) == 1 and isinstance(inner, dict):
@@ -324,7 +325,9 @@ def _without_foreign_keys(model: type[BaseModel], table: RawTable) -> RawTable:
         foreign = set(inner) - set(setting_names(chosen))
         known = {key for member in members for key in setting_names(member)}
         for key in sorted(foreign & known):
-            sys.stderr.write(f"warning: {name}.{key} has no effect with {name}.{field.discriminator} = {tag!r}\n")
+            flag = flags.get((name, key))
+            own = f"{name}.{key}" if flag is None else f"{name}.{key} ({flag})"
+            sys.stderr.write(f"warning: {own} has no effect with {name}.{field.discriminator} = {tag!r}\n")
         result[name] = {field.discriminator: tag, **{k: v for k, v in inner.items() if k not in foreign & known}}
     return result
 

@@ -27,6 +27,7 @@ from grpo_engine.environments.sampling.scoring import end_scoring
 from grpo_engine.environments.status_requests import StatusRequests
 from grpo_engine.environments.tasks.concurrency import first_error, gather_all
 from grpo_engine.environments.tasks.multi_turn import MultiTurnTask
+from grpo_engine.environments.tracking import check_tracker
 from grpo_engine.environments.trainer_link import Outbox
 from grpo_engine.errors import GrpoError
 from grpo_engine.importing import collecting_nothing
@@ -55,6 +56,7 @@ def run(config: EnvironmentConfig) -> int:
     """
     began = time.monotonic()
     signal.signal(signal.SIGTERM, _exit)
+    check_tracker(config)
     loaded = begin_in_turn(partial(prepare, config), os.environ)
     if loaded is None or config.task.has_user_code:
         config.task.check()

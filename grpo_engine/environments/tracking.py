@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 from grpo_engine.environments.clients import WandbInfo
 from grpo_engine.environments.config import EnvironmentConfig
@@ -32,6 +33,16 @@ class NoTracker:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def check_tracker(config: EnvironmentConfig) -> None:
+    """Check that wandb is installed if it is asked for, before an environment loads anything or is registered.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if config.use_wandb and find_spec("wandb") is None:
+        raise ConfigError("use_wandb: wandb is not installed: pip install 'grpo-tui[trackers]'")
 
 
 def start_tracker(config: EnvironmentConfig, info: WandbInfo) -> Tracker:

@@ -544,8 +544,8 @@ class TrainConfig(Config):
     def _hangs_together(self) -> TrainConfig:
         if self.world_size != 1 or self.trainer_rank != 0 or self.num_inference_nodes != 0:
             raise ValueError(
-                "one trainer process on one machine is supported: "
-                "leave world_size 1, trainer_rank 0, num_inference_nodes 0"
+                "leave world_size 1, trainer_rank 0 and num_inference_nodes 0: processes (--gpus) says how many ranks "
+                "are started, nodes and node_rank on which machines, and server_urls where servers are"
             )
         for name, value in {"vllm_gpu": self.vllm_gpu, "max_model_len": self.max_model_len}.items():
             if not self.starts_server and value != type(self).model_fields[name].default:

@@ -213,7 +213,10 @@ def test_a_flag_of_another_mode_warns_and_is_dropped(capsys: pytest.CaptureFixtu
     argv = ["--model", "m", "--mode", "shared_vllm", "--restart-interval", "5"]
     config = parse_flags(Trainer, argv, prog="t", description="")
     assert config.bridge == Shared(mode="shared_vllm")
-    assert "bridge.every_steps has no effect with bridge.mode = 'shared_vllm'" in capsys.readouterr().err
+    assert (
+        "bridge.every_steps (--restart-interval) has no effect with bridge.mode = 'shared_vllm'"
+        in capsys.readouterr().err
+    )
 
 
 def test_flags_override_a_file_and_set_overrides_both(tmp_path: Path) -> None:

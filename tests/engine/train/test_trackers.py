@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 from training import settings
 
+from grpo_engine.environments import main as environment
+from grpo_engine.environments import tracking
 from grpo_engine.environments.clients import WandbInfo
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.tasks.puzzles import Sort6
-from grpo_engine.environments.tracking import start_tracker
+from grpo_engine.environments.tracking import check_tracker, start_tracker
 from grpo_engine.errors import ConfigError
 from grpo_engine.trackers import FaultTolerant, Tracker, public_settings, set_up_wandb
 from grpo_engine.train.recording.recorder import Recorder
@@ -150,6 +152,13 @@ def test_wandb_which_sends_the_command_line_sees_no_secret_of_it(
     start_tracker(EnvironmentConfig(task=Sort6(), model_name="m"), WandbInfo(project="p", group="g"))
     assert seen == [[*given[:3], "***", "--inference-url", "http://me:***@10.0.0.1:9001"]] * 2
     assert sys.argv is given
+
+
+def test_an_environment_without_wandb_says_so_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "find_spec", lambda _name: None)
+    check_tracker(EnvironmentConfig(task=Sort6(), model_name="m"))
+    with pytest.raises(ConfigError, match=r"use_wandb: wandb is not installed: pip install 'grpo-tui\[trackers\]'"):
+        environment.run(EnvironmentConfig(task=Sort6(), model_name="m", use_wandb=True))
 
 
 def test_tensorboard_gets_every_step_and_a_resumed_run_replaces_those_it_repeats(tmp_path: Path) -> None:
