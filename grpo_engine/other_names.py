@@ -194,7 +194,9 @@ def own_table(table: Mapping[str, Any], command: str) -> tuple[dict[str, Any], l
     own: dict[str, Any] = {}
     told: list[str] = []
     for name, value, named in _settings(table, sections, is_of_sections):
-        if named is None:
+        if named is None and name in sections and command != "env":  # whose own files have such a table, `env`
+            own |= {f"{name}.{key}": each for key, each in value.items()}
+        elif named is None:
             own[name] = value
         elif here := named.of(command):
             converted = named.value(value)

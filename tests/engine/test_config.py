@@ -148,6 +148,12 @@ def test_a_name_of_another_trainer_is_answered_with_ours_and_not_with_what_looks
         parse_flags(EnvironmentConfig, ["--kl-coeff", "1"], prog="t", description="")
 
 
+def test_an_unknown_key_in_a_section_of_another_trainer_is_refused_by_its_whole_name(tmp_path: Path) -> None:
+    (tmp_path / "t.yaml").write_text("model: {name: m}\ntrain: {optim_batch_size: 4, mixed_up: 1}\n")
+    with pytest.raises(ConfigError, match=r"train\.mixed_up: unknown setting"):
+        parse_flags(TrainConfig, ["--config", str(tmp_path / "t.yaml")], prog="grpo-engine train", description="")
+
+
 def test_what_names_of_other_trainers_are_answered_with_is_a_setting() -> None:
     assert set(OF_THE_TRAINER.values()) <= {*setting_names(TrainConfig), "weight_bridge_mode"}
     assert set(OF_THE_ENVIRONMENT.values()) <= set(setting_names(EnvironmentConfig))
