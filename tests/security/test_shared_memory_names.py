@@ -124,19 +124,28 @@ def test_a_trainer_writes_checkpoints_beside_a_folder_that_another_user_has_made
     assert own_or_free(usual) not in (usual, planted)
 
 
+def _is_taken(run: str) -> bool:
+    """Whether a folder of checkpoints gets a name that another user has made."""
+    return os.path.lexists(own_or_free(Path.cwd() / f"{stem_of(run)}adapters-0-1-1"))
+
+
 @pytest.mark.parametrize(
-    "look", [newest_adapter, lambda run: teardown.remove_shared_memory(run, frozenset())], ids=["server", "supervisor"]
+    "look",
+    [newest_adapter, _is_taken, lambda run: teardown.remove_shared_memory(run, frozenset())],
+    ids=["server", "trainer", "supervisor"],
 )
 def test_names_that_another_user_has_made_take_no_memory_of_who_looks_at_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[[str], object]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shared_names, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(teardown, "SHARED_MEMORY", str(tmp_path))
     seed = tmp_path / "seed"
     seed.touch()
     of_nobody(seed)
-    for number in range(2000):
+    for number in range(1000):
         os.link(seed, tmp_path / f"grpo-r-adapters-{number}-1-1")
+        os.link(seed, tmp_path / f"grpo-r-adapters-0-1-1.{number}")
     tracemalloc.start()
     assert not look("r")
     _, peak = tracemalloc.get_traced_memory()

@@ -65,8 +65,7 @@ def own_or_free(path: Path) -> Path:
     which later processes find again."""
     if not os.path.lexists(path) or _is_own(path):
         return path
-    beside = (each for each in sorted(path.parent.glob(f"{path.name}.*")) if _is_own(each))
-    return next(beside, path.with_name(f"{path.name}.{secrets.token_hex(8)}"))
+    return min(own_entries(path.parent, f"{path.name}."), default=path.with_name(f"{path.name}.{secrets.token_hex(8)}"))
 
 
 def make_own_folder(path: Path) -> None:
@@ -125,14 +124,18 @@ def newest_adapter(run: str | None) -> LeftAdapter | None:
 
 def _of_processes(run: str | None, kind: str) -> Iterator[tuple[Path, ProcessIdentity]]:
     """Each of this user with the process that created it: any user may make such a name, and knows our processes."""
-    stem = f"{stem_of(run)}{kind}-"
-    with suppress(FileNotFoundError), os.scandir(SHARED_MEMORY) as entries:
-        for entry in entries:  # one at a time: any user may make a million such names
-            if not entry.name.startswith(stem):
-                continue
-            pid, start_ticks = entry.name.rsplit("-", 2)[1:]
-            if _is_number(pid) and _is_number(start_ticks) and _is_own(entry):
-                yield Path(entry.path), ProcessIdentity(int(pid), int(start_ticks))
+    for path in own_entries(SHARED_MEMORY, f"{stem_of(run)}{kind}-"):
+        pid, start_ticks = path.name.rsplit("-", 2)[1:]
+        if _is_number(pid) and _is_number(start_ticks):
+            yield path, ProcessIdentity(int(pid), int(start_ticks))
+
+
+def own_entries(folder: Path, stem: str) -> Iterator[Path]:
+    """What this user has made there under names that begin so, without links."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:  # one at a time, which `glob` does not do: any user may make a million such names
+            if entry.name.startswith(stem) and _is_own(entry):
+                yield Path(entry.path)
 
 
 def _is_number(text: str) -> bool:

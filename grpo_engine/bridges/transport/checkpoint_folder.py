@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from grpo_engine.bridges.memory.shared_names import make_own_folder, own_or_free, run_of, stem_of
+from grpo_engine.bridges.memory.shared_names import make_own_folder, own_entries, own_or_free, run_of, stem_of
 from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY
 from grpo_engine.bridges.transport.saving import explain_write_errors
 from grpo_engine.errors import BridgeError
@@ -187,7 +187,7 @@ def choose_storage(
     if configured is None:  # any user may have made such a name
         storage = own_or_free(storage)
     if configured is None and on_gpu and run_of(environment) is None:
-        _remove_left(SHARED_MEMORY.glob(f"{stem}*"), spared=storage)
+        _remove_left(own_entries(SHARED_MEMORY, stem), spared=storage)
     if configured is None and not (on_gpu and _has_room(storage, num_bytes)):
         return folder
     return storage

@@ -15,12 +15,15 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from grpo_engine.bridges.memory.shared_names import own_entries
 from grpo_engine.errors import GrpoError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.wire.supervisor import MAX_TEMPORARY_FOLDER_BYTES
 
 FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
 _PREFIX = "v-"
+_MADE_CHARACTERS = 8
+"""Of the end that `mkdtemp` gives a name."""
 
 
 @contextmanager
@@ -70,8 +73,10 @@ def _locked_folder(base: Path) -> tuple[Path, int]:
 
 def _remove_stale(base: Path) -> None:
     """Remove the folders of servers that were killed together with their fork servers."""
-    for folder in base.glob(f"{_PREFIX}????????"):
-        with suppress(OSError):  # another user's, no folder, of a running server, or just removed by another one
+    for folder in own_entries(base, _PREFIX):
+        if len(folder.name) != len(_PREFIX) + _MADE_CHARACTERS:
+            continue
+        with suppress(OSError):  # no folder, of a running server, or just removed by another one
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
