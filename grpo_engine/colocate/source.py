@@ -24,6 +24,7 @@ from grpo_engine.environments.sampling.scoring import end_scoring
 from grpo_engine.environments.tasks.concurrency import gather_all
 from grpo_engine.errors import DataError
 from grpo_engine.retrying import never
+from grpo_engine.wire.metrics import SAMPLING_SPEED
 from grpo_engine.wire.rollouts import EvaluationOrder, EvaluationState, NamedAnswer, ScoredGroup
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class OwnSource:
         except SamplingStopped:
             return None
         seconds = time.perf_counter() - began
-        self._times = {"inference/tokens_per_second": (self._inference.num_tokens - num_tokens) / seconds}
+        self._times = {SAMPLING_SPEED: (self._inference.num_tokens - num_tokens) / seconds}
         return [group.model_copy(update={"env_id": ENVIRONMENT_ID}) for group in groups]
 
     def time_metrics(self) -> Mapping[str, float]:

@@ -23,7 +23,7 @@ from grpo_engine.retrying import RetryPolicy, Stopped, never, retry
 from grpo_engine.wire.access_token import find_token
 from grpo_engine.wire.bounded_answers import allowing
 from grpo_engine.wire.codec import first_fault, shortened
-from grpo_engine.wire.metrics import BATCHES_AHEAD, SERVERS_FULL, STALE_GROUPS, WORKERS_FULL
+from grpo_engine.wire.metrics import BATCHES_AHEAD, SAMPLING_SPEED, SERVERS_FULL, STALE_GROUPS, WORKERS_FULL
 from grpo_engine.wire.rollouts import (
     BatchesAhead,
     BatchResponse,
@@ -99,6 +99,7 @@ class RolloutApiSource:
         self._environments: dict[int, str] = {}
         self._idle: IdleTimes | None = None
         self._num_dropped: int | None = None
+        self._tokens_per_second: float | None = None
         self._ahead: BatchesAhead | None = None
         """Groups that were too old, where staleness is bounded."""
         self._is_used = False
@@ -223,6 +224,7 @@ class RolloutApiSource:
         self._environments, self._idle, self._ahead = response.environments, response.idle, response.ahead
         is_bounded = self._registration is not None and self._registration.max_staleness is not None
         self._num_dropped = response.num_dropped if is_bounded else None
+        self._tokens_per_second = response.tokens_per_second
         return response.batch
 
     @property
@@ -236,10 +238,12 @@ class RolloutApiSource:
         return self._environments
 
     def time_metrics(self) -> dict[str, float]:
-        """How long environments waited before the last batch, where they say it, and how many groups were dropped."""
+        """Before the last batch: how long environments waited, where they say it, how fast they sampled, and how many
+        groups were dropped."""
         dropped = {} if self._num_dropped is None else {STALE_GROUPS: float(self._num_dropped)}
         idle = {} if self._idle is None else idle_metrics(self._idle)
-        return {**dropped, **idle, **({} if self._ahead is None else ahead_metrics(self._ahead))}
+        speed = {} if self._tokens_per_second is None else {SAMPLING_SPEED: self._tokens_per_second}
+        return {**dropped, **speed, **idle, **({} if self._ahead is None else ahead_metrics(self._ahead))}
 
     def resume_after(self, lease: str) -> None:
         """Acknowledge this lease of a killed trainer with the next request, so that its batch is not offered again."""

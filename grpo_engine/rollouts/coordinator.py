@@ -75,6 +75,8 @@ class Delivery:
     """Absent where it is repeated."""
     num_dropped: int
     """Groups that were dropped since the batch before, too old and in no batch."""
+    tokens_per_second: float | None
+    """Of completions that were posted since the batch before; None for the first, and where it is repeated."""
     ahead: BatchesAhead | None
     """How far environments may sample ahead, where that is decided here."""
 
@@ -108,6 +110,10 @@ class Coordinator:
         self.polling = StatusPolling(self._waiters, self._idle, lambda: self.state, now=self.now)
         self._num_dropped = 0
         """Groups, since the last batch."""
+        self._num_sampled = 0
+        """Tokens of posted completions, since then."""
+        self._counts_since: float | None = None
+        """When that was."""
         self._reported_problem: str | None = None
         self._warned: set[tuple[str, str]] = set()
 
@@ -191,6 +197,7 @@ class Coordinator:
             client=client,
         )
         num_dropped, self._num_dropped = self._num_dropped, 0
+        tokens_per_second = None if handout.is_repeated else self._tokens_per_second()
         return Delivery(
             lease=handout.lease,
             bodies=bodies,
@@ -198,8 +205,15 @@ class Coordinator:
             is_repeated=handout.is_repeated,
             idle=None if handout.is_repeated else self._idle.take(),
             num_dropped=num_dropped,
+            tokens_per_second=tokens_per_second,
             ahead=handout.ahead,
         )
+
+    def _tokens_per_second(self) -> float | None:
+        """Of completions that were posted since it was last called; None at the first time."""
+        since, self._counts_since = self._counts_since, self.now()
+        num_sampled, self._num_sampled = self._num_sampled, 0
+        return None if since is None else num_sampled / max(self._counts_since - since, 1e-3)
 
     async def acknowledge(self, lease_id: str) -> None:
         """Delete a batch that arrived, without asking for another."""
@@ -329,6 +343,7 @@ class Coordinator:
         for group in groups:
             name = _sender_name(group.env_id, names)
             self.counters.add_group(name, group.num_sequences, len(group.body))
+            self._num_sampled += group.num_sampled
             self._warn_about(group, name)
         return placed
 

@@ -51,6 +51,8 @@ class CheckedGroup:
     has_logprobs: bool
     has_labels: bool
     """Whether every trained position of its masks holds the token itself."""
+    num_sampled: int
+    """Trained tokens."""
     policy_version: int | None = None
     """Oldest policy version that sampled a trained token; None where the group carries no versions."""
     spread: float = 0.0
@@ -200,6 +202,7 @@ def _checked(group: ScoredGroup, number: int, names: Mapping[int, str]) -> Check
         body=body,
         has_logprobs=bool(group.inference_logprobs),
         has_labels=all(map(_are_labels, group.masks, group.tokens)),
+        num_sampled=sum(len(labels) - labels.count(MASKED_LABEL) for labels in group.masks),
         policy_version=_oldest_version(group),
         spread=_spread(group),
     )

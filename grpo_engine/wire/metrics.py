@@ -54,6 +54,10 @@ environments of ours. The latter two are not in steps that are repeated from the
 STALE_GROUPS = "rollout/stale_groups"
 """Groups that were dropped since the batch before, because they were older than `max_staleness`; only with it."""
 
+SAMPLING_SPEED = "inference/tokens_per_second"
+"""Tokens of completions that environments posted since the batch before, a second; with `colocate`, that were sampled,
+while they were."""
+
 BATCHES_AHEAD, SERVERS_FULL, WORKERS_FULL = "rollout/batches_ahead", "rollout/servers_full", "rollout/workers_full"
 """How far environments may sample ahead, where that follows what the trainer needs (neither `max_batches_offpolicy` nor
 `max_staleness` is set); and 1 where instead of it the servers, or `max_workers`, keep them from sampling more."""

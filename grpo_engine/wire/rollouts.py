@@ -346,5 +346,8 @@ class BatchResponse(Message):
     """Absent for a batch that is offered again, and from a stock API."""
     ahead: BatchesAhead | None = None
     """When it was delivered; absent where no environment follows it, and for a batch that is offered again."""
+    tokens_per_second: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Of completions that environments posted since the batch before; absent for the first batch, and for one that is
+    offered again."""
     num_dropped: Whole = 0
     """Groups that were dropped since the batch before, because they were older than max_staleness."""

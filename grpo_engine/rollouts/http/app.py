@@ -148,6 +148,8 @@ def _add_trainer_routes(app: FastAPI, config: ApiConfig) -> None:
         more: dict[str, Any] = {"lease": delivery.lease.id, "environments": delivery.environments}
         more |= {"idle": delivery.idle.model_dump()} if delivery.idle else {}
         more |= {"num_dropped": delivery.num_dropped} if delivery.num_dropped else {}
+        speed = delivery.tokens_per_second
+        more |= {} if speed is None else {"tokens_per_second": speed}
         more |= {"ahead": delivery.ahead.model_dump(mode="json")} if delivery.ahead else {}
         extra = json.dumps(more).encode()
         content = b'{"batch":[' + b",".join(delivery.bodies) + b"]," + extra[1:]

@@ -69,7 +69,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "sync/pause_time": "seconds in which a server answered no request because of new weights",
     "sync/bytes": "size of the new weights as they are sent to each server; 0 where it shares the trainer's memory",
     "sync/num_servers": "inference servers that serve the new weights",
-    "inference/tokens_per_second": "tokens of completions that are sampled in a second, by all engines together",
+    "inference/tokens_per_second": "tokens of completions that are sampled in a second, by all servers together",
     "time/sampling": "seconds in which engines in the trainer sample, with rewards and the evaluation before",
     "time/training": "seconds in which engines in the trainer sleep, and it computes a step",
     "time/syncing": "seconds in which inference that slept takes new weights",

@@ -63,6 +63,25 @@ def test_batches_come_one_at_a_time_and_each_is_acknowledged_by_asking_for_the_n
     assert "grpo_api_leases 0" in metrics_of(api)
 
 
+def test_the_speed_of_sampling_is_that_of_what_was_posted_since_the_batch_before(
+    api: str, source: RolloutApiSource
+) -> None:
+    times = [time.monotonic()]
+    for tag in (10, 11):
+        post(api, tag)  # eight trained tokens
+        source.next_batch(timeout_s=10)
+        times.append(time.monotonic())
+        assert ("inference/tokens_per_second" in source.time_metrics()) == (tag == 11)
+    speed = source.time_metrics()["inference/tokens_per_second"]
+    assert speed > 8 / (times[2] - times[0])
+    post(api, 12)
+    post(api, 13)
+    source.next_batch(timeout_s=10)
+    assert 16 / (time.monotonic() - times[1]) < source.time_metrics()["inference/tokens_per_second"]
+    source.next_batch(timeout_s=10)  # posted before the last one
+    assert source.time_metrics()["inference/tokens_per_second"] == 0.0
+
+
 def test_the_batch_of_a_trainer_that_failed_comes_again(api: str, source: RolloutApiSource) -> None:
     post(api, 42)
     with pytest.raises(ZeroDivisionError), RolloutApiSource(api) as failing:  # noqa: PT012
