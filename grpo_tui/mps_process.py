@@ -316,8 +316,10 @@ def daemon_of_all(pipes: Path = DEFAULT_PIPES, processes: Path = Path("/proc")) 
         return None
     for line in processes.glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has exited
+            if line.stat().st_uid != owner:  # of any user's it may have no end
+                continue
             program = line.read_bytes().partition(b"\0")[0].rpartition(b"/")[2]
-            if line.stat().st_uid == owner and program == CONTROL.encode():
+            if program == CONTROL.encode():
                 return f"uid {owner} (pid {line.parent.name})"
     return None
 

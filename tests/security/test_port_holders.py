@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,14 +105,20 @@ def test_of_several_listeners_the_one_counts_that_the_kernel_connects_to(tmp_pat
 
 
 @pytest.mark.usefixtures("me")
-def test_of_a_command_line_of_megabytes_the_words_that_fit_are_shown() -> None:
-    """Any user may start a process with such, and hold a port or memory of a GPU with it."""
+def test_of_a_command_line_of_megabytes_the_words_that_fit_are_read_and_shown() -> None:
+    """Any user may start a process with such, or say that it is terabytes (`PR_SET_MM_MAP`), and hold a port with it:
+    with 1 GiB `up` took 10 GB and a minute."""
     words = [sys.executable, "-c", "import time; time.sleep(600)", "--token", "abc", *(["-u," * 40_000] * 4)]
     with subprocess.Popen(words) as process:
         shown = f"{sys.executable} -c 'import time; time.sleep(600)' --token '***' …"
         until(lambda: "sleep" in command_line(process.pid))
-        assert command_line(process.pid).replace("'…'", "…") == shown
+        tracemalloc.start()
+        found = command_line(process.pid).replace("'…'", "…")
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
         process.kill()
+    assert found == shown
+    assert peak < 1_000_000  # of all of it 2 MB
 
 
 def test_other_machines_are_not_checked(tmp_path: Path) -> None:

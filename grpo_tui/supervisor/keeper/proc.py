@@ -23,6 +23,8 @@ __all__ = ["ProcessId", "Stat", "all_processes", "below", "identify", "read_stat
 
 MAX_SHOWN_CHARS = 16_384
 """Of the words of a command line."""
+MAX_BYTES = {"cmdline": 8 * MAX_SHOWN_CHARS, "environ": 8 * 2**20}
+"""Read of these files: a command line may be terabytes of memory that was never touched (`PR_SET_MM_MAP`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +149,10 @@ def arguments(pid: int) -> list[str]:
 
 
 def _strings(pid: int, name: str) -> list[str]:
-    """The NUL-ended strings of a file of a process; none when it is gone or another user's."""
+    """The NUL-ended strings at the beginning of a file of a process; none when it is gone or another user's."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
-            content = file.read()
+            content = file.read(MAX_BYTES[name])
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return []
     return content.removesuffix(b"\0").decode(errors="replace").split("\0") if content else []
