@@ -25,6 +25,8 @@ MAX_SHOWN_CHARS = 16_384
 """Of the words of a command line."""
 MAX_BYTES = {"cmdline": 8 * MAX_SHOWN_CHARS, "environ": 8 * 2**20}
 """Read of these files: a command line may be terabytes of memory that was never touched (`PR_SET_MM_MAP`)."""
+PART_BYTES = 2**16
+"""Read at a time, since a buffer of all that may be there would be made for each process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +152,11 @@ def arguments(pid: int) -> list[str]:
 
 def _strings(pid: int, name: str) -> list[str]:
     """The NUL-ended strings at the beginning of a file of a process; none when it is gone or another user's."""
+    content = b""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
-            content = file.read(MAX_BYTES[name])
+            while len(content) < MAX_BYTES[name] and (part := file.read(PART_BYTES)):
+                content += part
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return []
     return content.removesuffix(b"\0").decode(errors="replace").split("\0") if content else []
