@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from workplace import Workplace, open_workplace
+from workplace import Workplace, open_workplace, print_logs
 
 
 @pytest.fixture
@@ -14,3 +14,4 @@ def workplace(tmp_path: Path) -> Iterator[Workplace]:
     """Runs that are started by the command line; one that is still up after the test is ended by `down`."""
     with open_workplace(tmp_path) as place:
         yield place
+        print_logs(tmp_path)

@@ -219,7 +219,7 @@ def _environment(pid: int) -> list[bytes]:
         return []
 
 
-def _print_logs(folder: Path) -> None:
+def print_logs(folder: Path) -> None:
     """The ends of all logs, which are shown where the test has failed."""
     for path in sorted(folder.glob("logs/*/*.log")):
         num_lines = 60 if path.name == "supervisor.log" else 15
@@ -245,7 +245,6 @@ def open_workplace(folder: Path) -> Iterator[Workplace]:
             assert done.returncode in (0, 5), done.stderr  # 5: the run has ended meanwhile
         until(lambda: not place.supervisors())  # killed before it has exited, it would leave its files
     finally:
-        _print_logs(folder)
         left = place.survivors()
         names = [command_line(each.pid)[-160:] for each in left]
         for each in [*left, *place.supervisors()]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from stage import Stage, open_stage
-from workplace import Workplace, open_workplace
+from workplace import Workplace, open_workplace, print_logs
 
 
 @pytest.fixture
@@ -15,6 +15,7 @@ def place(tmp_path: Path) -> Iterator[Workplace]:
     """Runs that are started by the command line; one that is still up after the test is ended by `down`."""
     with open_workplace(tmp_path) as workplace:
         yield workplace
+        print_logs(tmp_path)
 
 
 @pytest.fixture
