@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from importlib.util import find_spec
 
 from grpo_engine.environments.clients import WandbInfo
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.errors import ConfigError
+from grpo_engine.installed import is_installed
 from grpo_engine.trackers import (
     FaultTolerant,
     RunTracker,
@@ -41,7 +41,7 @@ def check_tracker(config: EnvironmentConfig) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if config.use_wandb and find_spec("wandb") is None:
+    if config.use_wandb and not is_installed("wandb"):
         raise ConfigError("use_wandb: wandb is not installed: pip install 'grpo-tui[trackers]'")
 
 

@@ -155,7 +155,7 @@ def test_wandb_which_sends_the_command_line_sees_no_secret_of_it(
 
 
 def test_an_environment_without_wandb_says_so_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "find_spec", lambda _name: None)
+    monkeypatch.setattr(tracking, "is_installed", lambda _name: False)
     check_tracker(EnvironmentConfig(task=Sort6(), model_name="m"))
     with pytest.raises(ConfigError, match=r"use_wandb: wandb is not installed: pip install 'grpo-tui\[trackers\]'"):
         environment.run(EnvironmentConfig(task=Sort6(), model_name="m", use_wandb=True))
