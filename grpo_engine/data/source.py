@@ -99,9 +99,9 @@ class RolloutApiSource:
         self._environments: dict[int, str] = {}
         self._idle: IdleTimes | None = None
         self._num_dropped: int | None = None
+        """Groups that were too old, where staleness is bounded."""
         self._tokens_per_second: float | None = None
         self._ahead: BatchesAhead | None = None
-        """Groups that were too old, where staleness is bounded."""
         self._is_used = False
         self._why_none = ""
         """Why there was no batch the last time, as the API said it."""

@@ -35,6 +35,7 @@ WHOLE_RUN = {
     "stop": "`grpo-tui down` ends the whole run",
     "restart": "`grpo-tui down RUN`, then `grpo-tui resume RUN`, restart the whole run",
 }
+"""What to type where no service is named."""
 WaitOption = Annotated[bool, typer.Option("--wait", help="Return when it is done: ready, or ended.")]
 TimeoutOption = Annotated[float | None, typer.Option("--timeout", min=0.0, help="Seconds to wait at most.")]
 

@@ -32,8 +32,6 @@ TakePortsOption = Annotated[
 NewOption = Annotated[
     bool, typer.Option("--new", help="Start another run beside live ones, with free ports in place of used ones.")
 ]
-FLAGS = frozenset({"--new", "--join", "--detach", "-d", "--json", "--scale-batch"})
-"""Options without a value of commands that take a profile."""
 JoinOption = Annotated[bool, typer.Option("--join", help="Join the live run of the profile, whatever its settings.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, repeatable.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
@@ -43,6 +41,9 @@ ThemeOption = Annotated[
     str | None,
     typer.Option("--theme", metavar="NAME", help="Colours: dark, light, ansi or one of Textual's; default: the last."),
 ]
+
+FLAGS = frozenset({"--new", "--join", "--detach", "-d", "--json", "--scale-batch"})
+"""Options without a value of commands that take a profile."""
 
 
 def second_of(*, new: bool, join: bool) -> Second | None:
@@ -56,9 +57,10 @@ def place_of_profile(words: list[str]) -> int | None:
     """Index of the word that names a profile, or a file of one, with no option before it that takes it."""
     from grpo_tui.paths import available_profiles
 
-    for place, word in enumerate(words):
-        is_value = place > 0 and words[place - 1].startswith("-") and words[place - 1] not in FLAGS
-        if not is_value and not word.startswith("-") and (word.endswith(".toml") or word in available_profiles()):
+    profiles = available_profiles()
+    for place, (before, word) in enumerate(zip(["", *words], words, strict=False)):
+        is_value = before.startswith("-") and before not in FLAGS
+        if not is_value and not word.startswith("-") and (word.endswith(".toml") or word in profiles):
             return place
     return None
 
@@ -74,7 +76,7 @@ def require_option(ctx: typer.Context, command: str, words: list[str]) -> None:
 def split(words: list[str] | None) -> tuple[str | None, str]:
     """`SERVICE` or `RUN SERVICE`."""
     if not words or len(words) > 2:
-        raise typer.BadParameter(f"expected [RUN] SERVICE, not {' '.join(words or ())!r}")
+        raise typer.BadParameter(f"expected [RUN] SERVICE, not {' '.join(words or ())}")
     return (None, words[0]) if len(words) == 1 else (words[0], words[1])
 
 
