@@ -1,4 +1,4 @@
-"""Files that output is appended to: of our user, and read by nobody else."""
+"""Whose files are: those that output is appended to, and those from which a program goes on."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ def open_own_file(path: Path, what: str) -> int:
         os.close(descriptor)
         raise ConfigError(f"{what}: {fault}")
     return descriptor
+
+
+def foreign_owner(path: Path, *, follow_links: bool = True) -> str | None:
+    """`belongs to user 4711`, of a file or folder that another user than this one and root has made; None: of none.
+
+    Who makes it first, in a folder that all may write to, decides what is in it.
+    """
+    try:
+        owner = os.stat(path, follow_symlinks=follow_links).st_uid
+    except OSError:  # there is none, or whoever opens it says why not
+        return None
+    return None if owner in (0, os.geteuid()) else f"belongs to user {owner}"
 
 
 def _not_for_output(status: os.stat_result) -> str | None:

@@ -15,7 +15,9 @@ from grpo_engine.bridges.memory.turn_lock import TurnLock
 from grpo_engine.errors import BridgeError, CheckpointError, ConfigError, GrpoError
 from grpo_engine.export.main import _new_folder
 from grpo_engine.own_file import open_own_file
+from grpo_engine.rollouts.storage.store import Store
 from grpo_engine.serving.reporting import send_to_supervisor
+from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.checkpointing.checkpoints import locked
 from grpo_engine.wire.codec import write_atomically, write_json_atomically
 from grpo_engine.wire.run_folder import ADDRESS_FILE
@@ -77,6 +79,20 @@ def test_the_lock_of_checkpoints_writes_into_nothing_that_others_laid_in_its_pla
     with pytest.raises(CheckpointError, match="keeps a second trainer out"), locked(tmp_path / "checkpoints"):
         pass
     assert victim.read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+@pytest.mark.parametrize("theirs", ["checkpoints", "checkpoints/step_9", "checkpoints/journal", "store"])
+def test_training_goes_on_from_nothing_that_another_user_made_first(theirs: str, tmp_path: Path) -> None:
+    """Before, it resumed from their checkpoint, where `save_path` did not exist yet in a folder like `/scratch`."""
+    path = tmp_path / theirs
+    path.parent.mkdir(exist_ok=True)
+    opened = {"checkpoints": checkpoints.require_folder, "store": Store}.get(theirs, checkpoints.require_own)
+    path.touch() if theirs == "store" else path.mkdir()
+    opened(path)
+    os.chown(path, 65534, 65534)
+    with pytest.raises((CheckpointError, ConfigError), match=f"{theirs}: .*belongs to user 65534"):
+        opened(path)
 
 
 @pytest.mark.parametrize("laid", ["a link", "a hard link", "a pipe", "a file"])

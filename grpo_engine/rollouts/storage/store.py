@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from grpo_engine.errors import ConfigError
+from grpo_engine.own_file import foreign_owner
 from grpo_engine.rollouts.state.batch_forming import QueuedGroup
 from grpo_engine.rollouts.state.records import QUEUE, EnvironmentRecord, EvaluationRecord, Lease, RunRecord, Stored
 from grpo_engine.wire.codec import fail_fast, require_own_journal
@@ -71,6 +72,8 @@ class Store:
         Raises:
             ConfigError: it cannot be opened, is not a rollout database, or is in use.
         """
+        if (fault := foreign_owner(path)) is not None:
+            raise ConfigError(f"--store {path}: {fault}, who may put groups into it: name a file in a folder of yours")
         try:
             require_own_journal(path)
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.5)

@@ -32,6 +32,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from grpo_engine.errors import CheckpointError
+from grpo_engine.own_file import foreign_owner
 from grpo_engine.train.checkpointing.state_files import read_state, write_state
 from grpo_engine.wire.checkpoints import ADAPTER_CONFIG, TRAINER_STATE, CheckpointMarker
 from grpo_engine.wire.codec import first_fault, read_whole, write_json_atomically
@@ -123,11 +124,12 @@ def require_folder(save_path: Path) -> None:
     """Create the folder for checkpoints. A full disk is not an error: there may be space at the first save.
 
     Raises:
-        CheckpointError: the folder cannot be created, or is not writable.
+        CheckpointError: the folder cannot be created, is not writable, or is another user's.
     """
     try:
         save_path.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(save_path, os.W_OK | os.X_OK) else "not writable for this user"
+        reason = reason or foreign_owner(save_path) or ""
     except OSError as error:
         reason = "" if error.errno == errno.ENOSPC else error.strerror or str(error)
     if reason:
@@ -237,6 +239,16 @@ def newest(save_path: Path) -> Path | None:
     """The newest complete checkpoint below `save_path`; None when there is none."""
     steps = checkpoint_steps(save_path)
     return checkpoint_folder(save_path, steps[-1]) if steps else None
+
+
+def require_own(path: Path) -> None:
+    """Refuse a checkpoint, or a journal, that another user has put into the folder: training would go on from it.
+
+    Raises:
+        CheckpointError: it, or a link in its place, is another user's.
+    """
+    if (fault := foreign_owner(path, follow_links=False)) is not None:
+        raise CheckpointError(f"{path}: {fault}: remove it, or copy it to go on from it; or choose another --save-path")
 
 
 def load(folder: Path, *, model_name: str) -> TrainerState:

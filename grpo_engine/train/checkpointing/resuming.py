@@ -64,8 +64,10 @@ def find_start(
         CheckpointError: the checkpoint is damaged, or of another model or other fixed settings.
     """
     checkpoints.tidy(save_path)
+    checkpoints.require_own(save_path / JOURNAL)
     folder, compared = checkpoints.newest(save_path), None
     if folder is not None:
+        checkpoints.require_own(folder)
         state = checkpoints.load(folder, model_name=trainee.config.model_name)
         compared = state.marker.settings
         _compare(folder, compared, settings)
