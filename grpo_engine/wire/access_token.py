@@ -29,10 +29,10 @@ def find_token(environment: Mapping[str, str]) -> str | None:
     """The token of this process: `$GRPO_API_TOKEN`, else that in the file of `$GRPO_API_TOKEN_FILE`; None without both.
 
     Raises:
-        ConfigError: the file cannot be read, or is empty.
+        ConfigError: the file cannot be read, or is empty; or no header can carry the token.
     """
-    if token := environment.get(TOKEN_VARIABLE):
-        return token
+    if token := environment.get(TOKEN_VARIABLE, "").strip():
+        return _sendable(token, where=f"${TOKEN_VARIABLE}")
     file = environment.get(TOKEN_FILE_VARIABLE)
     return read_token(Path(file), where=f"${TOKEN_FILE_VARIABLE}") if file else None
 
@@ -41,7 +41,7 @@ def read_token(file: Path, *, where: str) -> str:
     """The token in the first line of a file; `where` is the setting that names it.
 
     Raises:
-        ConfigError: the file cannot be read, or is empty.
+        ConfigError: the file cannot be read, or is empty; or no header can carry the token.
     """
     try:
         token = file.read_text(encoding="utf-8").partition("\n")[0].strip()
@@ -50,12 +50,23 @@ def read_token(file: Path, *, where: str) -> str:
         raise ConfigError(f"{where} {file}: cannot be read: {why}; correct the path") from None
     if not token:
         raise ConfigError(f"{where} {file}: the first line is empty: write the token there")
-    return token
+    return _sendable(token, where=f"{where} {file}")
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """The headers that carry a token."""
-    return {"Authorization": f"Bearer {token}"} if token else {}
+    """The headers that carry a token.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    return {"Authorization": f"Bearer {_sendable(token, where='token or api_key')}"} if token else {}
+
+
+def _sendable(token: str, *, where: str) -> str:
+    """The token, of which the errors of HTTP libraries, which are logged, would show one that is no header."""
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"{where}: has a line end or another character that no HTTP header carries: remove it")
+    return token
 
 
 def url_with_token(url: str, token: str | None) -> str:

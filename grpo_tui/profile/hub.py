@@ -120,11 +120,12 @@ def hub_cache() -> Path:
 
 
 def hub_token() -> str | None:
-    """The token of the user, if there is one."""
+    """The token of the user, if there is one; without line ends, as the hub's clients take it."""
     file = Path(os.path.expanduser(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token"))
     try:
-        return os.environ.get("HF_TOKEN") or file.read_text().strip() or None
-    except OSError:
+        given = "".join(os.environ.get("HF_TOKEN", "").splitlines()).strip()
+        return given or "".join(file.read_text().splitlines()).strip() or None
+    except (OSError, UnicodeDecodeError):
         return None
 
 

@@ -21,7 +21,7 @@ from workplace import Workplace, open_workplace, service
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.errors import ConfigError, PeerError
 from grpo_engine.serving.access import AccessControl
-from grpo_engine.wire.access_token import find_token, url_with_token, write_token
+from grpo_engine.wire.access_token import authorization, find_token, url_with_token, write_token
 from grpo_tui.supervisor.keeper.proc import command_line
 
 TOKEN = {"Authorization": "Bearer secret"}
@@ -140,6 +140,15 @@ def test_the_variable_wins_over_the_file_and_a_file_that_is_missing_is_an_error(
     file.unlink()
     with pytest.raises(ConfigError, match=r"\$GRPO_API_TOKEN_FILE .*access.token: cannot be read: No such file"):
         find_token(named)
+
+
+def test_a_token_that_no_header_carries_is_refused_and_not_shown() -> None:
+    """Before, it stood in the log of an environment, in httpx's error: `Illegal header value b'Bearer …'`."""
+    assert find_token({"GRPO_API_TOKEN": "SECRET\r\n"}) == "SECRET"
+    for ask in (lambda: find_token({"GRPO_API_TOKEN": "SEC\rRET"}), lambda: authorization("SEC\0RET")):
+        with pytest.raises(ConfigError, match="no HTTP header carries") as refused:
+            ask()
+        assert "SEC" not in str(refused.value)
 
 
 def test_the_inference_server_pauses_and_reloads_for_the_token_only(

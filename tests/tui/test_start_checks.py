@@ -18,6 +18,7 @@ from grpo_engine.models import config as model_config
 from grpo_engine.train import config as train_config
 from grpo_tui.profile import hub as hub_module
 from grpo_tui.profile import start_checks
+from grpo_tui.profile.hub import hub_token
 from grpo_tui.profile.loaded import LoadedProfile
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.start_checks import lacking_needs, needs_of
@@ -235,6 +236,17 @@ def test_a_model_that_is_not_in_the_cache_is_asked_for_at_the_hub(
     assert asked == ["/owner/model/resolve/main/config.json"]
     assert list(found) == ([] if words is None else ["model.name"])
     assert words is None or words in found["model.name"]
+
+
+def test_a_token_with_a_line_end_is_sent_without_it_and_shown_in_no_message(
+    hub: Callable[[int], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file of Windows leaves it in a variable. Before, the start was refused, with the token in the message."""
+    monkeypatch.setenv("HF_TOKEN", "hf_SECRET\r")
+    assert hub_token() == "hf_SECRET"
+    asked = hub(200)
+    assert lacking(tmp_path, "model.name=owner/model") == {}
+    assert len(asked) == 1
 
 
 def test_a_hub_that_cannot_be_reached_is_an_error_with_what_to_do(
