@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 from workplace import Workplace
 
+from grpo_engine.wire.environment_variables import RUN_FOLDER_VARIABLE, RUN_VARIABLE
 from grpo_tui.keeper_process import read_stat
 from grpo_tui.supervisor.keeper.proc import living, marker, uid_of
 
@@ -47,6 +48,19 @@ def test_the_user_and_marker_of_a_process_with_any_name_are_read(name: bytes) ->
         assert stat is not None
         assert stat.parent == os.getpid()
         assert pid in {each.pid for each in living()}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_a_setuid_program_that_another_user_has_started_belongs_to_no_run_of_root() -> None:
+    """Whoever ran `GRPO_TUI_RUN_FOLDER=… su` kept root from starting a run: one was live whose folder was deleted."""
+    program = f"import os; os.setresuid({NOBODY}, 0, 0); print(flush=True); input()"
+    marks = {RUN_VARIABLE: "theirs", RUN_FOLDER_VARIABLE: "/nowhere/theirs"}
+    argv = [sys.executable, "-I", "-S", "-c", program]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=marks) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert (uid_of(process.pid), marker(process.pid)) == (0, None)
+        process.kill()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")

@@ -79,8 +79,11 @@ def ourselves() -> set[int]:
 
 
 def marker(pid: int) -> Marker | None:
-    """The run that a process was started for; None when it has no marker or is another user's."""
-    if uid_of(pid) != os.getuid():
+    """The run that a process was started for; None when it has no marker or is another user's.
+
+    Of a setuid program (`su`) the environment is that of its real user.
+    """
+    if _uids(pid) != (os.getuid(), os.getuid()):
         return None
     environment = dict(entry.split("=", 1) for entry in _strings(pid, "environ") if "=" in entry)
     if RUN_VARIABLE not in environment:
@@ -137,17 +140,24 @@ def command_line(pid: int) -> str:
 
 def uid_of(pid: int) -> int | None:
     """The effective user of a process, or None when it is gone."""
-    try:
-        # The folder's owner is root for a process that changed its user. Its name may be any bytes.
-        with open(f"/proc/{pid}/status", "rb") as file:
-            return next(int(line.split()[2]) for line in file if line.startswith(b"Uid:"))
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
+    uids = _uids(pid)
+    return None if uids is None else uids[1]
 
 
 def arguments(pid: int) -> list[str]:
     """The command line as it is, secrets too; empty when the process is gone or shows none."""
     return _strings(pid, "cmdline")
+
+
+def _uids(pid: int) -> tuple[int, int] | None:
+    """The real and the effective user of a process, or None when it is gone."""
+    try:
+        # The folder's owner is root for a process that changed its user. Its name may be any bytes.
+        with open(f"/proc/{pid}/status", "rb") as file:
+            real, effective = next(line.split()[1:3] for line in file if line.startswith(b"Uid:"))
+            return int(real), int(effective)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
 
 
 def _strings(pid: int, name: str) -> list[str]:
