@@ -48,6 +48,8 @@ ANSWER_LIMIT_S = 5.0
 POLL_S = 0.1
 FOLDER_POLL_S = 5.0
 """For the folder of the socket to be seen gone."""
+MAX_PATH_BYTES = 4096
+"""Of the command of a process, whose line may have no end."""
 SHOWN_LINES = 20
 """Of the server's log, where it failed."""
 FATAL = b"Server is handling a fatal GPU error"
@@ -314,14 +316,21 @@ def daemon_of_all(pipes: Path = DEFAULT_PIPES, processes: Path = Path("/proc")) 
     owner = found.st_uid
     if not stat.S_ISDIR(found.st_mode) or owner not in (0, os.geteuid()):
         return None
-    for line in processes.glob("[0-9]*/cmdline"):
+    for process in processes.glob("[0-9]*"):
         with suppress(OSError):  # it has exited
-            if line.stat().st_uid != owner:  # of any user's it may have no end
+            if _users(process) != [owner, owner]:
                 continue
-            program = line.read_bytes().partition(b"\0")[0].rpartition(b"/")[2]
+            with open(process / "cmdline", "rb") as line:
+                program = line.read(MAX_PATH_BYTES).partition(b"\0")[0].rpartition(b"/")[2]
             if program == CONTROL.encode():
-                return f"uid {owner} (pid {line.parent.name})"
+                return f"uid {owner} (pid {process.name})"
     return None
+
+
+def _users(process: Path) -> list[int]:
+    """The real and the effective user of a process: any process can have its files in `/proc` owned by root."""
+    lines = (process / "status").read_bytes().splitlines()
+    return next((list(map(int, line.split()[1:3])) for line in lines if line.startswith(b"Uid:")), [])
 
 
 def _started(pid: int) -> int | None:

@@ -157,12 +157,15 @@ def test_a_daemon_at_the_default_place_is_found_by_its_command_and_none_that_any
     for pid, command in ((7, "bash\0nvidia-cuda-mps-control"), (8, "/usr/bin/nvidia-cuda-mps-control\0-d")):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "cmdline").write_text(f"{command}\0")
+        (tmp_path / str(pid) / "status").write_text(f"Name:\tx\nUid:\t{os.getuid()}\t{os.getuid()}\t0\t0\n")
     assert daemon_of_all(tmp_path / "pipes", tmp_path) == f"uid {os.getuid()} (pid 8)"
     assert daemon_of_all(tmp_path / "none", tmp_path) is None
     (tmp_path / "link").symlink_to(tmp_path / "pipes")  # any user can make one, and a folder, where programs look
     assert daemon_of_all(tmp_path / "link", tmp_path) is None
     (tmp_path / "7" / "cmdline").write_bytes(b"\xff\xfe\0")  # any process can call itself that
     assert daemon_of_all(tmp_path / "pipes", tmp_path) == f"uid {os.getuid()} (pid 8)"
+    (tmp_path / "8" / "status").write_text(f"Uid:\t4711\t{os.getuid()}\t0\t0\n")  # and have files that are root's
+    assert daemon_of_all(tmp_path / "pipes", tmp_path) is None
     monkeypatch.setattr(Path, "lstat", lambda path: os.stat_result((0o40700, 0, 0, 1, 4711, 0, 0, 0, 0, 0)))
     assert daemon_of_all(tmp_path / "pipes", tmp_path) is None
 
