@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from grpo_engine.errors import CheckpointError
@@ -104,3 +106,28 @@ def test_tensors_of_all_kinds_and_layouts_are_read_as_they_were_written(tmp_path
         assert torch.equal(optimizer["w"][name], value)
     assert optimizer["w"]["step"].item() == 3.0
     assert optimizer["w"]["nothing"].shape == (0, 4)
+
+
+def pickled_by_name(metadata: bytes, owner: object, name: str) -> bytes:
+    """As Python 3.11.0 to 3.11.3 pickle the member of an enumeration, here the attribute of anything."""
+
+    class ByName(pickle.Pickler):
+        def reducer_override(self, value: object) -> Any:
+            return (getattr, (owner, name)) if isinstance(value, _MEM_FORMAT_ENCODING) else NotImplemented
+
+    written = io.BytesIO()
+    ByName(written).dump(pickle.loads(metadata))
+    return written.getvalue()
+
+
+def test_a_checkpoint_that_was_written_by_python_3_11_2_is_read(folder: Path) -> None:
+    """Before, no trainer of several ranks could resume with the Python of Debian 12."""
+    path = folder / FOLDER / ".metadata"
+    content = path.read_bytes()
+    path.write_bytes(pickled_by_name(content, _MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    assert b"getattr" in path.read_bytes()
+    assert read(folder) == [1.0, 2.0]
+    for owner, name in ((Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__subclasses__")):
+        path.write_bytes(pickled_by_name(content, owner, name))
+        with pytest.raises(CheckpointError, match="unreadable"):
+            read(folder)

@@ -9,6 +9,7 @@ import io
 import math
 import pickle
 from dataclasses import replace
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ class _PlainMetadata(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # by which Python 3.11.0 to 3.11.3 pickle the member of an enumeration
         is_known = (module, name) in self._ALLOWED or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         )
@@ -88,6 +91,12 @@ class _PlainMetadata(pickle.Unpickler):
         if not is_known and getattr(found, "__module__", None) != module:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has")
         return found
+
+
+def _member(enumeration: Any, name: Any) -> Enum:
+    if not (isinstance(enumeration, EnumType) and isinstance(name, str)):
+        raise pickle.UnpicklingError("it asks for an attribute of what is no enumeration")
+    return enumeration[name]
 
 
 def _check_tensor(key: str, entry: TensorStorageMetadata) -> None:
