@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,7 +50,9 @@ TURNS_EVERY_S = 0.02
 2,048 that had one at all times, a request of the run waited for as many answers in each round of the event loop."""
 WARN_EVERY_S = 60.0
 """Of each warning of uvicorn: it has one for every malformed request, and a client could fill a disk with them. So with
-tracebacks of requests at which vLLM's routes fail, 6 kB each."""
+tracebacks of requests at which vLLM's routes fail, 6 kB each, and with what vLLM logs of requests that it refuses."""
+MAX_WARNING_CHARS = 1000
+"""vLLM logs the name of a model that it does not have: 25 requests a second wrote 25 MB/s."""
 
 
 def exception_place(record: logging.LogRecord) -> str | None:
@@ -67,8 +70,14 @@ def warning_or_exception(record: logging.LogRecord) -> str | None:
     return exception_place(record) or (str(record.msg) if record.levelno == logging.WARNING else None)
 
 
+def warning_place(record: logging.LogRecord) -> str | None:
+    """What was raised where, or where a warning or an error was logged, whose text may be of a client; None below."""
+    place = f"{record.pathname}:{record.lineno}" if record.levelno >= logging.WARNING else None
+    return exception_place(record) or place
+
+
 class SomeWarnings(logging.Filter):
-    """Passes on each kind of record once in `WARN_EVERY_S`, and all that are of no kind."""
+    """Passes on the beginning of each kind of record once in `WARN_EVERY_S`, and all that are of no kind."""
 
     def __init__(
         self,
@@ -89,6 +98,9 @@ class SomeWarnings(logging.Filter):
         if now - self._logged_at.get(kind, -WARN_EVERY_S) < WARN_EVERY_S:
             return False
         self._logged_at[kind] = now
+        with suppress(TypeError, ValueError):  # its arguments do not fit, which the handler reports
+            if len(text := record.getMessage()) > MAX_WARNING_CHARS:
+                record.msg, record.args = f"{text[:MAX_WARNING_CHARS]}…", ()
         return True
 
 

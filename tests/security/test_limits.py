@@ -161,6 +161,19 @@ def test_of_tracebacks_of_one_place_one_a_minute_is_logged(caplog: pytest.LogCap
     assert [str(error)[-3:] for error in logged] == ["'a'", "'d'", "'c'"]
 
 
+def test_a_refused_request_writes_no_line_of_its_length_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM logs the name of a model that it does not have, for each request with one: 900 kB each."""
+    seconds = iter([0.0, 1.0, 2.0, 60.0])
+    logger = logging.getLogger("test_limits.refusals")
+    logger.addFilter(connections.SomeWarnings(connections.warning_place, now=lambda: next(seconds)))
+    for name in ("a" * 900_000, "b", "c"):
+        logger.error("Error with model %s", name)
+        logger.error(f"{name} at a place of its own") if name == "b" else None
+    logged = [record.getMessage()[-9:] for record in caplog.records]
+    assert logged == ["aaaaaaaa…", "place of its own"[-9:], "h model c"]
+    assert max(len(record.getMessage()) for record in caplog.records) == connections.MAX_WARNING_CHARS + 1
+
+
 def test_a_server_may_have_as_many_descriptors_as_its_hard_limit_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     set_to: list[tuple[int, int]] = []
     monkeypatch.setattr(connections.resource, "setrlimit", lambda _kind, limits: set_to.append(limits))

@@ -31,7 +31,7 @@ from grpo_engine.server.prompts import check_listed_prompts
 from grpo_engine.server.vllm.flags import frontend_of
 from grpo_engine.serving.access import TOKEN_HEADERS, TOKEN_REQUIRED, Token, caller
 from grpo_engine.serving.body_queue import replayed
-from grpo_engine.serving.connections import SomeWarnings, exception_place
+from grpo_engine.serving.connections import SomeWarnings, warning_place
 from grpo_engine.wire.codec import fail_fast
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _build_app(llm: AsyncLLM, config: ServerConfig, arguments: AsyncEngineArgs) 
     _import_plugins(values)
     app = build_app(Namespace(**values), _TASKS, llm.model_config)
     for handler in logging.getLogger("vllm").handlers:
-        handler.addFilter(SomeWarnings(exception_place))
+        handler.addFilter(SomeWarnings(warning_place))
     add_our_errors(app)
     fail_fast_on_bodies(app)
     return app, init_app_state
