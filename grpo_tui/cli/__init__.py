@@ -210,7 +210,7 @@ def main() -> NoReturn:
 
 
 def _shortage(error: OSError) -> str | None:
-    """What has run out, and what to do, or where something is forbidden or too long; None for any other error."""
+    """What has run out, and what to do, or where something is forbidden, too long or in the way; else None."""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
             return f"{error.filename or os.getcwd()}: {error.strerror}: make room, and try again"
@@ -221,7 +221,9 @@ def _shortage(error: OSError) -> str | None:
             )
         case errno.EFBIG:
             return f"{error.strerror}: files may not become longer than `ulimit -f` says: raise it, and try again"
-        case errno.EACCES | errno.EPERM | errno.EROFS | errno.ENAMETOOLONG if error.filename is not None:
+        case (
+            errno.EACCES | errno.EPERM | errno.EROFS | errno.ENAMETOOLONG | errno.EEXIST | errno.ENOTDIR | errno.ELOOP
+        ) if error.filename is not None:
             return f"{error.filename}: {error.strerror}"
         case _:
             return None

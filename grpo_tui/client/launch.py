@@ -245,7 +245,7 @@ def starting(logs: Path) -> Iterator[None]:
         lock = _open_own(logs / START_LOCK_FILE)
     except OSError as error:
         raise GrpoError(
-            f"{logs.resolve()}, the folder of runs, cannot be used: {error.strerror}; "
+            f"{os.path.realpath(logs)}, the folder of runs, cannot be used: {error.strerror}; "
             "move the file away, or start in a folder that you can write to"
         ) from None
     try:

@@ -208,8 +208,8 @@ def has_orphans(folder: Path, marked: set[tuple[str, str | None]]) -> bool:
 
 def lost_runs(logs: Path = LOGS) -> set[str]:
     """Live runs of this folder whose own folder was deleted, from the markers of their processes."""
-    folders = marked_folders()
-    return {each.name for each in folders if each.parent == logs.resolve() and not (each / PLAN_FILE).exists()}
+    folders, parent = marked_folders(), Path(os.path.realpath(logs))
+    return {each.name for each in folders if each.parent == parent and not (each / PLAN_FILE).exists()}
 
 
 def marked_folders() -> set[Path]:
@@ -260,7 +260,9 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
         if len(found or known) > MOST_NAMED:
             names += f" and {len(found or known) - MOST_NAMED} older ones"
         what = "several runs match" if found else "no such run"
-        raise NoSuchRun(f"run {prefix!r}: {what}; runs, the newest first: {names or f'none in {logs.resolve()}'}")
+        raise NoSuchRun(
+            f"run {prefix!r}: {what}; runs, the newest first: {names or f'none in {os.path.realpath(logs)}'}"
+        )
     live = [run for run in known if run.is_live]
     if live or (also_ended and known):
         return (live or known)[0]
@@ -269,7 +271,7 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
         hint = f"the newest, {known[0].id}, has ended; {how_to_go_on(known[0].folder)}"
     elif left_out:
         hint = str(left_out[0])
-    raise NoSuchRun(f"no live run in {logs.resolve()}: {hint}")
+    raise NoSuchRun(f"no live run in {os.path.realpath(logs)}: {hint}")
 
 
 def _state_word(run: Run) -> str:

@@ -237,7 +237,7 @@ def _with_model_folders(folder: Path, table: RawTable) -> RawTable:
 def _folders(folder: Path, table: RawTable, keys: Iterable[str]) -> RawTable:
     """Those of the settings that name a folder, absolute."""
     names = {key: table[key] for key in keys if isinstance(table.get(key), str)}
-    return {key: str((folder / name).resolve()) for key, name in names.items() if _is_folder(folder, name)}
+    return {key: os.path.realpath(folder / name) for key, name in names.items() if _is_folder(folder, name)}
 
 
 def _is_folder(folder: Path, name: str) -> bool:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from shutil import which
 
 from grpo_engine.config import Fault
@@ -139,7 +140,7 @@ def _files(loaded: LoadedProfile) -> Iterator[Need]:
         if sampled is None or service.env_files:
             continue
         at, sampling = sampled
-        folder = (loaded.path.parent / service.cwd).resolve()
+        folder = Path(os.path.realpath(loaded.path.parent / service.cwd))
         search_path = [folder / part for part in service.env.get("PYTHONPATH", "").split(os.pathsep) if part]
         try:
             sampling.check_files(folder, search_path)

@@ -6,6 +6,7 @@ A kind is a `Service` with settings of its own and a `launch()`. Nothing here st
 from __future__ import annotations
 
 import io
+import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -345,7 +346,7 @@ class Service(Config):
             "kind": kind,
             "env": environment,
             "env_from_files": tuple(key for key in environment if from_files.get(key) == environment[key]),
-            "cwd": (place.profile_folder / self.cwd).resolve(),
+            "cwd": Path(os.path.realpath(place.profile_folder / self.cwd)),
             "needs": self.needs,
             "phases": self.start_phases,
             "final_exit_codes": self.final_exit_codes,

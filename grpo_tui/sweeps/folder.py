@@ -128,7 +128,7 @@ def begin(asked: Asked, name: str | None, logs: Path = LOGS) -> Sweep:
         asked = asked.model_copy(update={"jobs": len(placements(asked, any_point.written, str(path)))})
     name = name or f"{path.stem}-{time.strftime('%m%d-%H%M%S')}"
     checked_name(name, option="--name")
-    folder = logs.resolve() / SWEEPS / name
+    folder = Path(os.path.realpath(logs)) / SWEEPS / name
     asked = asked.model_copy(update={"profile": str(path), "id": secrets.token_hex(8)})
     if len(content := asked.to_toml().encode()) > MAX_ASKED_BYTES:
         raise ConfigError(f"the settings of sweep {name} have more than {MAX_ASKED_BYTES:,} bytes: shorten the longest")
@@ -167,15 +167,15 @@ def find_sweep(name: str | None, logs: Path = LOGS, *, to_run: bool = False) -> 
         ConfigError: its files are damaged.
         ForeignFolder: `to_run`, and another user owns its folder or may write to it.
     """
-    known = names(logs)
+    folder, known = Path(os.path.realpath(logs / SWEEPS)), names(logs)
     matching = (
         known[:1] if name is None else [n for n in known if n == name] or [n for n in known if n.startswith(name)]
     )
     if len(matching) != 1:
         what = "no sweep" if name is None else f"sweep {name!r}: {'several match' if matching else 'no such sweep'}"
         hint = did_you_mean(name or "", known)
-        raise NoSuchRun(f"{what}{hint} in {(logs / SWEEPS).resolve()}; there are: {', '.join(known) or 'none'}")
-    folder = (logs / SWEEPS).resolve() / matching[0]
+        raise NoSuchRun(f"{what}{hint} in {folder}; there are: {', '.join(known) or 'none'}")
+    folder /= matching[0]
     if to_run:
         require_own(folder, reader="grpo-tui sweep status")
     asked = validated(Asked, _read(folder / ASKED_FILE, max_bytes=MAX_ASKED_BYTES), where=str(folder / ASKED_FILE))

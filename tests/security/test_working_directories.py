@@ -18,14 +18,17 @@ from stage import Stage
 from grpo_engine import aliases
 from grpo_engine.cli import _close_to_others, _compiled_code
 from grpo_engine.environments.tasks.python.loading import load_attribute
-from grpo_engine.errors import ConfigError, ModelError
+from grpo_engine.errors import ConfigError, GrpoError, ModelError
 from grpo_engine.models.local import cache_folder
 from grpo_engine.python_command import module_command
 from grpo_engine.trackers import set_up_wandb
+from grpo_tui.client.launch import starting
+from grpo_tui.client.local import NoSuchRun, find_run, lost_runs
 from grpo_tui.paths import available_profiles
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
 from grpo_tui.supervisor import temporary
+from grpo_tui.sweeps.folder import find_sweep
 
 REPOSITORY = Path(__file__).parents[2]
 STACK = """
@@ -296,3 +299,28 @@ def test_a_cache_that_another_user_made_first_is_not_used(tmp_path: Path, monkey
     os.chown(tmp_path / "grpo-engine", 65534, 65534)
     with pytest.raises(ModelError, match="belongs to user 65534"):
         cache_folder(os.environ)
+
+
+def test_a_loop_of_links_in_place_of_a_folder_ends_no_command_with_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python before 3.13 raises RuntimeError where `Path.resolve` finds one."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("logs", "folder", "rewards.py"):
+        Path(name).symlink_to(name)
+    Path("p.toml").write_text("[services.a]\nkind = 'command'\nargv = ['true']\ncwd = 'folder'\n")
+    plan = make_plan(load("p.toml"), run_folder=tmp_path, python="")
+    assert [each.cwd for each in plan.launches] == [tmp_path / "folder"]
+    Path("stack.toml").write_text(STACK.replace("local/tiny", "./folder"))
+    with pytest.raises(ConfigError, match="is neither a folder"):
+        load("stack.toml")
+    with pytest.raises(ConfigError, match=r"rewards\.py"):
+        load_attribute("rewards.py", "score", where="task")
+    with pytest.raises(GrpoError, match="the folder of runs, cannot be used"), starting(Path("logs")):
+        pass
+    for prefix in ("r", None):
+        with pytest.raises(NoSuchRun, match="logs"):
+            find_run(prefix, Path("logs"), also_ended=True)
+        with pytest.raises(NoSuchRun, match="logs"):
+            find_sweep(prefix, Path("logs"))
+    assert lost_runs(Path("logs")) == set()

@@ -95,7 +95,7 @@ class BoardReader:
         Args:
             logs: the folder of runs whose ended runs and sweeps are shown.
         """
-        self._logs = logs.resolve()
+        self._logs = Path(os.path.realpath(logs))
         self._known: dict[Path, _Known] = {}
         self._tables: dict[Path, tuple[_Stamp, _Table | None]] = {}
         self._marked: set[Path] = set()

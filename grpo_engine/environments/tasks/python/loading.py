@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import sysconfig
 import traceback
@@ -48,10 +49,10 @@ def import_user_module(module: str, *, where: str) -> ModuleType:
     is_file = module.endswith(".py")
     if not is_file:
         _refuse_shadowed(module, where)
-    _add_to_path(Path(module).resolve().parent if is_file else Path.cwd())
+    _add_to_path(Path(os.path.realpath(module)).parent if is_file else Path.cwd())
     importlib.invalidate_caches()
     try:
-        return _run_file(Path(module).resolve()) if is_file else importlib.import_module(module)
+        return _run_file(Path(os.path.realpath(module))) if is_file else importlib.import_module(module)
     except ModuleNotFoundError as error:
         if is_file or error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise ConfigError(f"{where}: {module} cannot be imported: {describe_error(error)}") from error

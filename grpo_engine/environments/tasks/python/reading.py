@@ -7,6 +7,7 @@ What only shows when the module runs is found by `load_attribute`, when the envi
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -83,7 +84,7 @@ def _own_file(module: str, folders: Sequence[Path], where: str) -> Path | None:
         spec = _spec(name, path, is_top=number == 0)
         if spec is None:
             near = did_you_mean(module, [each.stem for folder in folders for each in folder.glob("*.py")])
-            here = Path(f"{module}.py").resolve()
+            here = Path(os.path.realpath(f"{module}.py"))
             hint = f"write {here} for the file that is here" if here.is_file() else "give the path of a .py file"
             raise ConfigError(
                 f"{where}: there is no module {name!r}{near}, neither in {_listed(folders)} nor installed: correct the "
