@@ -5,6 +5,7 @@ Names and listings: what is in a file is said by the module that writes it.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -184,7 +185,7 @@ def checkpoint_steps(save_path: Path) -> list[int]:
     if not save_path.is_dir():
         return []
     steps = ((checkpoint_step(folder), folder) for folder in save_path.iterdir())
-    return sorted(step for step, folder in steps if step is not None and (folder / CHECKPOINT_MARKER).is_file())
+    return sorted(step for step, folder in steps if step is not None and os.path.isfile(folder / CHECKPOINT_MARKER))
 
 
 def journal_steps(save_path: Path) -> list[int]:

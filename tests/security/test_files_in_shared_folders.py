@@ -20,7 +20,7 @@ from grpo_engine.serving.reporting import send_to_supervisor
 from grpo_engine.train.checkpointing import checkpoints
 from grpo_engine.train.checkpointing.checkpoints import locked
 from grpo_engine.wire.codec import write_atomically, write_json_atomically
-from grpo_engine.wire.run_folder import ADDRESS_FILE
+from grpo_engine.wire.run_folder import ADDRESS_FILE, CHECKPOINT_MARKER, checkpoint_steps
 from grpo_engine.wire.supervisor import Address, ServiceReport
 from grpo_tui.client import launch
 from grpo_tui.client.local import runs
@@ -93,6 +93,13 @@ def test_training_goes_on_from_nothing_that_another_user_made_first(theirs: str,
     os.chown(path, 65534, 65534)
     with pytest.raises((CheckpointError, ConfigError), match=f"{theirs}: .*belongs to user 65534"):
         opened(path)
+
+
+def test_a_folder_whose_marker_cannot_be_looked_at_is_no_checkpoint(tmp_path: Path) -> None:
+    """Before, `step_9` of another user, with mode 0700, ended the trainer with a traceback."""
+    (tmp_path / "step_9").mkdir()
+    (tmp_path / "step_9" / CHECKPOINT_MARKER).symlink_to("x" * 300)  # an error of `stat` for root, too
+    assert checkpoint_steps(tmp_path) == []
 
 
 @pytest.mark.parametrize("laid", ["a link", "a hard link", "a pipe", "a file"])
