@@ -70,21 +70,24 @@ def start_listening(listener: socket.socket, backlog: int) -> None:
         try:
             listener.listen(backlog)
         except OSError as error:
+            _allow_reuse(listener, False)
             host, port = listener.getsockname()[:2]
             raise _no_port(host, port, error) from None
-        finally:
-            _allow_reuse(listener, False)
+    # No socket may have the port of one that listens. Each connection takes the option from here as it is made: the
+    # kernel keeps those of a killed process for up to 60 s, and one without it keeps the next process from the port.
+    _allow_reuse(listener, True)
 
 
 def accept(listener: socket.socket) -> socket.socket:
     """Take a connection that waits; once closed it keeps no process, after this one, from the port."""
     connection, _ = listener.accept()
-    _allow_reuse(connection, True)
+    _allow_reuse(connection, True)  # for one that was made just before the listening socket had it
     return connection
 
 
 def refuse_connections(listener: socket.socket) -> None:
     """Stop listening, in every process that has this socket, and keep the port."""
+    _allow_reuse(listener, False)
     if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # else it could not listen again after this
         listener.shutdown(socket.SHUT_RDWR)
 

@@ -367,6 +367,8 @@ class SharedWhereItMay(socket.socket):
 
     has_failed = False
     """Whether it listens for the second time, and another one may for a moment."""
+    earliest: socket.socket
+    """A client that is connected as soon as it listens."""
 
     def listen(self, backlog: int = 1, /) -> None:
         if not self.has_failed:
@@ -374,6 +376,7 @@ class SharedWhereItMay(socket.socket):
         self.has_failed = not self.has_failed
         super().listen(backlog)
         self.has_failed = False
+        self.earliest = socket.create_connection(self.getsockname())
 
     def shutdown(self, how: int, /) -> None:
         super().shutdown(how)
@@ -387,16 +390,19 @@ def test_a_server_has_its_port_before_and_after_it_listens_and_refuses_connectio
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", port))
             start_listening(listener, 1)
-            with socket.create_connection(("127.0.0.1", port)):
+            listen_is_refused(port)
+            with listener.earliest, socket.create_connection(("127.0.0.1", port)):
                 accept(listener).close()  # the kernel keeps it for a minute
+                listener.accept()[0].close()  # as of a process that is killed as soon as it has accepted it
             refuse_connections(listener)
             refuse_connections(listener)
-        server = plain_server(answer_nothing, listener.dup(), log_level="warning")
+        served = listener.dup()
+        server = plain_server(answer_nothing, served, log_level="warning")
         serving = threading.Thread(target=server.run)
         serving.start()
-        until(lambda: bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
+        until(lambda: hasattr(served, "earliest"))
         listen_is_refused(port)
-        with socket.create_connection(("127.0.0.1", port)) as client:
+        with served.earliest as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
             while client.recv(4096):
                 pass
