@@ -17,6 +17,7 @@ from stage import until
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from torch_engines import held_steps
 
 from grpo_engine.errors import DataError
 from grpo_engine.server.config import ServerConfig
@@ -190,10 +191,12 @@ def test_a_batch_without_the_token_is_cut_for_a_request_with_it(
         return await engine.generate([1], params)
 
     async def both() -> tuple[Generation, Generation]:
-        without = asyncio.create_task(generate(Token.WRONG, 400))
-        await until(lambda: bool(engine._running))
-        own = await asyncio.create_task(generate(Token.RIGHT, 4))
-        generations = await without, own
+        with held_steps() as held:
+            without = asyncio.create_task(generate(Token.WRONG, 400))
+            await held.wait_held()
+            own = asyncio.create_task(generate(Token.RIGHT, 4))
+            await until(lambda: len(engine._waiting) == 2)
+        generations = await without, await own
         await engine.close()
         return generations
 

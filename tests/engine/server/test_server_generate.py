@@ -6,13 +6,15 @@ import asyncio
 import math
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 from serving import EOS, VOCABULARY, RunningServer, model_logprobs, running_server
+from stage import until
+from torch_engines import held_steps, served_engine
 from transformers import AutoModelForCausalLM
 
 from grpo_engine.wire.inference import BridgeInfo, GenerateResponse
@@ -297,32 +299,32 @@ def test_a_missing_gpu_is_named_in_the_last_line(tmp_path: Path, model_folder: P
     assert "finds 0 GPUs here" in log.read_text().splitlines()[-1]
 
 
-def test_a_weight_update_ends_what_may_be_interrupted_and_the_rest_goes_on(
-    model_folder: Path, server: RunningServer
-) -> None:
-    """Both requests are half sampled when the server is paused; one token a completion may be all that it has."""
-    body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 200, "ignore_eos": True, "n": 2}
-    with ThreadPoolExecutor(2) as pool, server.client as trainer:
-        for attempt in range(30):
-            cut = pool.submit(server.generate, **body, interrupt=True)
-            kept = pool.submit(server.generate, **body)
-            wait(
-                [cut, kept], timeout=0.1 * (attempt + 1)
-            )  # until they have begun, which takes longer on a busy machine
-            paused = trainer.post("/bridge/pause", json={"timeout_s": 60})
-            version = trainer.get("/bridge/info").json()["policy_version"] + 1
-            trainer.post("/bridge/resume", json={"policy_version": version}).raise_for_status()
-            paused.raise_for_status()
-            answers = [GenerateResponse.model_validate(each.result()) for each in (cut, kept)]
-            assert answers[1].finish_reasons == ["length"] * 2
-            if answers[0].finish_reasons == ["abort"] * 2:
-                break
-        else:
-            raise AssertionError("no pause found the requests running")
-        assert answers[0].token_ids is not None
-        assert answers[0].policy_versions is not None
-        assert 0 < max(map(len, answers[0].token_ids)) < 200
-        assert {version for each in answers[0].policy_versions for version in each} == {version - 1}
-        again = GenerateResponse.model_validate(server.generate(**{**body, "max_tokens": 3}, interrupt=True))
+async def test_a_weight_update_ends_what_may_be_interrupted_and_the_rest_goes_on(model_folder: Path) -> None:
+    """Both requests are half sampled, in one batch, when the server is paused."""
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 20, "ignore_eos": True, "n": 2}
+    async with served_engine(model_folder) as (engine, trainer):
+        with held_steps(after=4) as held:
+            (await trainer.post("/bridge/pause")).raise_for_status()
+            asked = [
+                asyncio.create_task(trainer.post("/generate", json={**body, "interrupt": interrupt}))
+                for interrupt in (True, False)
+            ]
+            await until(lambda: len(engine._waiting) == 2)
+            (await trainer.post("/bridge/resume")).raise_for_status()
+            await held.wait_held()
+            pausing = asyncio.create_task(trainer.post("/bridge/pause", json={"timeout_s": 60}))
+            await until(lambda: bool(engine._commands))
+        (await pausing).raise_for_status()
+        version = (await trainer.get("/bridge/info")).json()["policy_version"] + 1
+        (await trainer.post("/bridge/resume", json={"policy_version": version})).raise_for_status()
+        cut, kept = [GenerateResponse.model_validate((await each).json()) for each in asked]
+        assert kept.finish_reasons == ["length"] * 2
+        assert kept.policy_versions == [[version - 1] * 20] * 2
+        assert cut.finish_reasons == ["abort"] * 2
+        # The tokens of the prompt's step, of the next four, and of the one that was held.
+        assert cut.policy_versions == [[version - 1] * 6] * 2
+        assert [len(tokens) for tokens in cut.token_ids or ()] == [6] * 2
+        answer = await trainer.post("/generate", json={**body, "max_tokens": 3, "interrupt": True})
+        again = GenerateResponse.model_validate(answer.json())
         assert again.finish_reasons == ["length"] * 2
         assert again.policy_versions == [[version] * 3] * 2

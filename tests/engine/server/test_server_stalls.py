@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
 import pytest
+from torch_engines import held_steps, served_engine
 
-from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import EngineStalled
-from grpo_engine.server.http.app import Service, create_app
 from grpo_engine.server.stall_detector import StallDetector
 from grpo_engine.server.torch.decoding import Decoder
-from grpo_engine.server.torch.engine import TorchEngine
 
 REQUEST = {"prompt": "abc", "max_tokens": 4, "ignore_eos": True}
 
@@ -79,51 +73,15 @@ def test_requests_in_a_paused_engine_are_no_stall_but_a_command_is() -> None:
     assert stalls.is_stalled(2e6 + 10)
 
 
-@asynccontextmanager
-async def served(model: Path, *, stalled_after_s: float = 120) -> AsyncIterator[tuple[TorchEngine, httpx.AsyncClient]]:
-    """A loaded engine on torch behind our routes, without a process around it."""
-    config = ServerConfig(
-        model_name=str(model),
-        engine="torch",
-        device="cpu",
-        dtype="float32",
-        max_model_len=64,
-        threads=1,
-        stalled_after_s=stalled_after_s,
-    )
-    engine = TorchEngine(config, instance="test", environment={})
-    engine.start()
-    await asyncio.to_thread(engine.wait_loaded)
-    app = create_app(Service(engine=engine, config=config, instance="test"))
-    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))
-    try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            yield engine, client
-    finally:
-        await engine.close()
-
-
 @pytest.mark.slow
-async def test_health_reports_a_decode_step_that_hangs_until_it_continues(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hangs, may_continue, step = threading.Event(), threading.Event(), Decoder._step
-
-    def hanging_step(*arguments: object) -> object:
-        hangs.set()
-        assert may_continue.wait(60)
-        return step(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Decoder, "_step", hanging_step)
-    async with served(model_folder, stalled_after_s=1e-9) as (_, client):
+async def test_health_reports_a_decode_step_that_hangs_until_it_continues(model_folder: Path) -> None:
+    async with served_engine(model_folder, stalled_after_s=1e-9) as (_, client):
         assert (await client.get("/health")).status_code == 200
-        asking = asyncio.create_task(client.post("/generate", json=REQUEST))
-        try:
-            assert await asyncio.to_thread(hangs.wait, 60)
+        with held_steps() as held:
+            asking = asyncio.create_task(client.post("/generate", json=REQUEST))
+            await held.wait_held()
             stalled = await client.get("/health")
             refused = await client.post("/generate", json=REQUEST)
-        finally:
-            may_continue.set()
         assert (stalled.status_code, stalled.json()["engine"]) == (503, "stalled")
         assert "produced nothing for 0 s" in stalled.json()["detail"]
         assert refused.status_code == 503
@@ -136,7 +94,7 @@ async def test_every_forward_pass_counts_as_output(model_folder: Path, monkeypat
     silent_since: list[float | None] = []
     step = Decoder._step
 
-    async with served(model_folder) as (engine, client):
+    async with served_engine(model_folder) as (engine, client):
 
         def noting_step(*arguments: object) -> object:
             silent_since.append(engine._stalls._silent_since)
@@ -150,7 +108,7 @@ async def test_every_forward_pass_counts_as_output(model_folder: Path, monkeypat
 
 @pytest.mark.slow
 async def test_requests_that_wait_for_a_weight_update_are_no_stall(model_folder: Path) -> None:
-    async with served(model_folder, stalled_after_s=1e-9) as (engine, client):
+    async with served_engine(model_folder, stalled_after_s=1e-9) as (engine, client):
         (await client.post("/bridge/pause", json={})).raise_for_status()
         asking = asyncio.create_task(client.post("/generate", json=REQUEST))
         while not engine._waiting:
