@@ -358,6 +358,8 @@ class TorchEngine:
             time.sleep(_LOCK_POLL_S)  # a writer that did not pause this server
             return
         with self._changed:
+            if self._commands:  # one that arrived meanwhile, and found no running batch to cut
+                return
             self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
             batch = next_batch(
                 self._waiting, max_rows=self._config.max_batch_size, max_tokens=self._config.max_batch_tokens

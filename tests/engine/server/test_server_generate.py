@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from stage import until
 from torch_engines import held_steps, served_engine
 from transformers import AutoModelForCausalLM
 
+from grpo_engine.server.torch.engine import TorchEngine
 from grpo_engine.wire.inference import BridgeInfo, GenerateResponse
 
 pytestmark = pytest.mark.slow
@@ -328,3 +330,26 @@ async def test_a_weight_update_ends_what_may_be_interrupted_and_the_rest_goes_on
         again = GenerateResponse.model_validate(answer.json())
         assert again.finish_reasons == ["length"] * 2
         assert again.policy_versions == [[version] * 3] * 2
+
+
+async def test_a_weight_update_that_arrives_as_a_batch_is_gathered_comes_before_it(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for the whole batch, though that may be interrupted."""
+    gathers, is_gathered = threading.Event(), threading.Event()
+
+    def gather(_engine: TorchEngine) -> None:
+        gathers.set()
+        assert is_gathered.wait(60)
+
+    monkeypatch.setattr(TorchEngine, "_gather", gather)
+    async with served_engine(model_folder) as (engine, trainer):
+        body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True, "interrupt": True}
+        asked = asyncio.create_task(trainer.post("/generate", json=body))
+        assert await asyncio.to_thread(gathers.wait, 60)
+        pausing = asyncio.create_task(trainer.post("/bridge/pause"))
+        await until(lambda: bool(engine._commands))
+        is_gathered.set()
+        version = (await pausing).json()["policy_version"] + 1
+        (await trainer.post("/bridge/resume", json={"policy_version": version})).raise_for_status()
+        assert (await asked).json()["policy_versions"] == [[version] * 3]
