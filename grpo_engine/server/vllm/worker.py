@@ -13,15 +13,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from grpo_engine.errors import BridgeError
-from grpo_engine.processes import ProcessIdentity, ProcessTree, is_resource_tracker
+from grpo_engine.processes import ProcessIdentity, ProcessTree, is_resource_tracker, running, terminate, wait_gone
 from grpo_engine.server.vllm.patches import Patch
-from grpo_engine.server.vllm.requirements import FAST_LOADER
 from grpo_engine.wire.environment_variables import VLLM_SERVER_VARIABLE, VLLM_SHARE_VARIABLE
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from grpo_engine.server.staged import StagedReceiver
 
 _WATCH_INTERVAL_S = 0.25
+_GRACE_S = 3.0
+"""For a step that has begun, and its ranks' exits; they take a second (two H200)."""
 _WATCH_NAME = "grpo-server-watch"
 _PATCHED = "_grpo_keeps_weights"
 
@@ -248,9 +250,6 @@ class GrpoWorker:
 
     def grpo_reload(self, path: str) -> None:
         """Load a checkpoint in place, tensor by tensor, because the GPU has no memory left for a second copy."""
-        load_config = self.vllm_config.load_config
-        if load_config.load_format == FAST_LOADER:
-            load_config.load_format = "auto"
         self.reload_weights(weights_path=path)
 
     def grpo_load_adapter(self, number: int, name: str, path: str, modules: list[str]) -> dict[str, Any]:
@@ -352,7 +351,10 @@ def keep_cpu_weights() -> None:
 
 
 def watch_server(server: ProcessIdentity) -> None:
-    """Kill vLLM's processes when the server has exited.
+    """End vLLM's processes when the server has exited, in order: the engine core completes its step on all ranks.
+
+    A rank that is killed leaves the others in a kernel that waits for it, and such a kernel, once it is killed too, is
+    under MPS a fault of all that share the GPU (seen at two ranks on H200).
 
     Breaks: a killed server leaves `EngineCore` running, which keeps the GPU's memory. Versions: seen in 0.26 and 0.32;
     upstream: https://github.com/vllm-project/vllm/issues/55510.
@@ -364,11 +366,16 @@ def _exit_with(server: ProcessIdentity) -> None:
     me = psutil.Process()
     engine = next((p for p in (me, *me.parents()) if p.ppid() == server.pid), me)
     tree = ProcessTree([engine.pid])
+
+    def others() -> list[ProcessIdentity]:
+        return [each for each in tree.living() if each.pid != me.pid and not is_resource_tracker(each)]
+
     while server.is_alive():
         time.sleep(_WATCH_INTERVAL_S)
-    for process in tree.living():
-        if process.pid != me.pid and not is_resource_tracker(process):
-            process.send_signal(signal.SIGKILL)
+    terminate(partial(running, engine.pid), grace_s=_GRACE_S)
+    wait_gone(others, within_s=_GRACE_S)  # the ranks exit with the engine core, this one too
+    for process in others():
+        process.send_signal(signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -200,6 +200,43 @@ def test_an_engine_whose_server_was_killed_ends_its_step_first(tmp_path: Path) -
     assert ended.exists()
 
 
+RANKS = """
+import os, signal, subprocess, sys, time
+
+who, server, ended = sys.argv[1:]
+if who == "rank":
+    from grpo_engine.processes import ProcessIdentity
+    from grpo_engine.server.vllm.worker import watch_server
+
+    watch_server(ProcessIdentity.of(int(server)))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a rank ends with its engine core
+    print("up", flush=True)
+    while os.getppid() != 1:
+        time.sleep(0.01)
+elif who == "engine":
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.1), open(ended, "w").close(), sys.exit()))
+    ranks = [subprocess.Popen([*sys.orig_argv[:3], "rank", server, ended], stdout=subprocess.PIPE) for _ in range(2)]
+    for rank in ranks:
+        rank.stdout.readline()
+    print(*(rank.pid for rank in ranks), flush=True)
+    signal.pause()
+else:
+    subprocess.run([*sys.orig_argv[:3], "engine", str(os.getpid()), ended])
+"""
+"""A server, vLLM's engine core below it, and two ranks below that."""
+
+
+def test_ranks_whose_server_was_killed_let_their_engine_core_end_its_step(tmp_path: Path) -> None:
+    """Under MPS, a rank that is killed while another waits for it within a kernel ends all that share the GPU."""
+    ended = tmp_path / "ended"
+    with subprocess.Popen([sys.executable, "-c", RANKS, "server", "", str(ended)], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        ranks = [psutil.Process(int(pid)) for pid in server.stdout.readline().split()]
+        server.kill()
+    assert not psutil.wait_procs(ranks, timeout=30)[1]
+    assert ended.exists()
+
+
 @pytest.mark.parametrize(
     ("number", "is_supervised"), [(signal.SIGKILL, False), (signal.SIGABRT, False), (signal.SIGABRT, True)]
 )
