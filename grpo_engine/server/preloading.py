@@ -53,7 +53,6 @@ _VLLM_IN_PROCESS = (
 _VLLM_CUDA = (
     *("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"),
     *("vllm.v1.attention.backends.flash_attn", "vllm.model_executor.layers.fused_moe"),
-    *("fastsafetensors.parallel_loader", "fastsafetensors.copier.nogds", "fastsafetensors.copier.gds"),
 )
 _VLLM_CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
 

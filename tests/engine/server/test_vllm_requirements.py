@@ -19,13 +19,11 @@ from safetensors.numpy import save_file
 from grpo_engine.errors import ConfigError, ModelError
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import EngineUnavailable
-from grpo_engine.server.vllm import arguments
 from grpo_engine.server.vllm.patches import Patch, check_patches, needed_patches
 from grpo_engine.server.vllm.requirements import (
     GpuMemory,
     Installed,
     Need,
-    can_load_through_gpu,
     check_room,
     check_version,
     check_vllm,
@@ -221,36 +219,6 @@ def test_memory_of_an_exited_server_is_waited_for_with_a_warning_after_seconds(
     with pytest.raises(EngineUnavailable, match=r"of which 10\.0 GB are free"):
         check_room(config(), checkpoint, lambda: [gpu(10)], clock=lambda: next(now), sleep=lambda _s: None)
     check_room(config(), checkpoint, lambda: None)
-
-
-def test_whole_files_are_read_into_gpus_with_room_for_two_beside_the_weights(checkpoint: Path) -> None:
-    needed = 6 * 4 * 4 + 2 * (checkpoint / "model.safetensors").stat().st_size + RESERVE
-    enough = GpuMemory(index=0, free_bytes=needed, usable_bytes=100 * GB)
-    short = GpuMemory(index=1, free_bytes=needed - 1, usable_bytes=100 * GB)
-    assert can_load_through_gpu(config(dtype="auto"), checkpoint, [enough])
-    assert not can_load_through_gpu(config(dtype="auto"), checkpoint, [enough, short])
-    assert not can_load_through_gpu(config(), checkpoint, [])
-
-
-@pytest.mark.parametrize(
-    ("settings", "environment", "is_fast"),
-    [
-        ({}, {}, True),
-        ({"enable_sleep_mode": True}, {}, False),
-        ({}, {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"}, False),
-        ({}, {"CUDA_MPS_PIPE_DIRECTORY": ""}, True),
-    ],
-)
-def test_weights_are_loaded_by_vllms_own_loader_in_sleep_mode_and_beside_an_mps_daemon(
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, object],
-    environment: dict[str, str],
-    is_fast: bool,
-) -> None:
-    monkeypatch.setattr(arguments, "visible_gpus", lambda _environment: [gpu(90)])
-    monkeypatch.setattr(arguments, "FAST_LOADER", "json")  # a module that is there: fastsafetensors comes with vLLM
-    assert arguments.loads_fast(config(model_name=str(checkpoint), **settings), environment) is is_fast
 
 
 def test_no_memory_is_required_beyond_the_models_positions(checkpoint: Path) -> None:
