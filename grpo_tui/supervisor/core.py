@@ -121,6 +121,7 @@ class Supervisor:
             ranks=lambda: {
                 name: self._rank_reports.of(name, each.attempt) for name, each in self._run.services.items()
             },
+            placed={each.name for each in plan.launches if each.is_placed},
         )
         self._self_reports = SelfReports(ServiceReport)
         self._rank_reports = SelfReports(RanksReport)

@@ -16,6 +16,7 @@ from stage import Stage, python, until
 from workplace import IDLE, UP, Workplace, service
 
 from grpo_engine.errors import ConfigError
+from grpo_engine.wire.environment_variables import SERVICE_VARIABLE
 from grpo_tui.profile.loading import load
 from grpo_tui.profile.plan import make_plan
 from grpo_tui.services.base import read_env_file
@@ -261,6 +262,20 @@ async def test_shared_memory_of_a_service_counts_once(stage: Stage) -> None:
     await MemoryLimits({"a": 90_000_000}, lambda *over: reported.append(over)).check(usage, keepers)
     [(_, held_bytes)] = reported
     assert 100_000_000 < held_bytes < 150_000_000
+    keeper.kill()
+    await keeper.exited()
+
+
+async def test_what_a_private_cluster_has_started_for_other_services_is_not_counted_as_its_own(stage: Stage) -> None:
+    started = f'env {SERVICE_VARIABLE}=vllm sh -c "env -i sleep 99 & wait" & echo up; wait'
+    keeper = await stage.start("sh", "-c", started)
+    keepers = {"ray": keeper.identity.pid}
+    reader = UsageReader(placed={"vllm"})
+    await until(lambda: len(reader.sample(keepers)["ray"].placed.get("vllm", ())) == 2)
+    usage = reader.sample(keepers)["ray"]
+    assert usage.pids == {keeper.main_pid}
+    assert len(usage.processes) == 3
+    assert UsageReader(placed={"ray", "vllm"}).sample(keepers)["ray"].placed == {}
     keeper.kill()
     await keeper.exited()
 

@@ -359,7 +359,7 @@ async def test_what_connects_two_gpus_is_told_as_far_as_the_driver_says() -> Non
 def test_processes_of_a_gpu_are_attributed_to_ranks_and_each_rank_has_its_figures() -> None:
     def part(*pids: int) -> Usage:
         processes = frozenset(ProcessId(pid, 1) for pid in pids)
-        return Usage(cpu_percent=10.0 * len(pids), rss_bytes=len(pids) * GB, processes=processes)
+        return Usage(cpu_percent=10.0 * len(pids), rss_bytes=len(pids) * GB, own=processes)
 
     usage = {"trainer": replace(part(1, 11, 12, 13), parts={11: part(11, 13), 12: part(12)}), "vllm": part(20)}
     ranks = {"trainer": {11: 0, 12: 1}, "vllm": {}}

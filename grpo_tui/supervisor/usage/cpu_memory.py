@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from grpo_tui.supervisor.keeper.proc import ProcessId, Stat, below, identify, read_stat
+from grpo_tui.supervisor.keeper.proc import ProcessId, Stat, below, identify, marker, read_stat
 
 FULL_LOOK_S = 60.0
 """A pid that is reused between two samples hides a process for at most this long."""
@@ -34,21 +34,35 @@ class Usage:
     """Of one core, since the previous sample; None in the first."""
     rss_bytes: int
     """Resident; shared pages count once for each process."""
-    processes: frozenset[ProcessId]
-    """Its processes: to attribute GPU memory, and as the ledger of `teardown.sweep`."""
+    own: frozenset[ProcessId]
+    """The processes that these figures are of."""
+    placed: Mapping[str, frozenset[ProcessId]] = field(default_factory=dict)
+    """By placed service, those that an agent below this one (of a private cluster) has started for it."""
     parts: Mapping[int, Usage] = field(default_factory=dict)
     """By the pid of a rank: of that process and those below it."""
 
     @property
+    def processes(self) -> frozenset[ProcessId]:
+        """All below its keeper: the ledger of `teardown.sweep`."""
+        return self.own.union(*self.placed.values())
+
+    @property
     def pids(self) -> frozenset[int]:
-        """Their pids."""
-        return frozenset(process.pid for process in self.processes)
+        """Of `own`, to attribute GPU memory."""
+        return frozenset(process.pid for process in self.own)
 
 
 class UsageReader:
     """Samples all services in one pass over /proc."""
 
-    def __init__(self) -> None:
+    def __init__(self, placed: Collection[str] = ()) -> None:
+        """Read nothing yet.
+
+        Args:
+            placed: services that agents of a cluster start; those of a private one are below another service here.
+        """
+        self._placed = placed
+        self._started_for: dict[ProcessId, str | None] = {}
         self._keepers: set[int] = set()
         self._unrelated: set[int] = set()
         self._cpu_ticks: dict[ProcessId, int] = {}
@@ -80,9 +94,18 @@ class UsageReader:
         # A process whose parent exited meanwhile is left undecided: its keeper may be about to adopt it.
         parents = {0, *self._unrelated, *(process.pid for process in listed)}
         self._unrelated.update(each.pid for each in listed if each.pid not in known and each.parent in parents)
-        return {
-            service: self._usage(group, before, elapsed_s, parts.get(service, ())) for service, group in ours.items()
+        usage = {
+            service: self._usage(
+                group,
+                before,
+                elapsed_s,
+                parts.get(service, ()),
+                {} if service in self._placed else self._placed_among(group),
+            )
+            for service, group in ours.items()
         }
+        self._started_for = {each: name for each, name in self._started_for.items() if each in self._cpu_ticks}
+        return usage
 
     def _visible(self, keepers: set[int], now: float) -> list[Stat]:
         """Every process that may be below a keeper."""
@@ -100,19 +123,44 @@ class UsageReader:
         before: Mapping[ProcessId, int],
         elapsed_s: float | None,
         parts: Collection[int] = (),
+        placed: Mapping[int, str] = MappingProxyType({}),
     ) -> Usage:
-        ticks = {ProcessId(process.pid, process.start_ticks): process.cpu_ticks for process in group}
-        self._cpu_ticks.update(ticks)
+        own = [process for process in group if process.pid not in placed]
+        ticks = {_identity(process): process.cpu_ticks for process in own}
+        self._cpu_ticks.update({_identity(process): process.cpu_ticks for process in group})
         spent = sum(count - before.get(process, 0) for process, count in ticks.items())
         return Usage(
             cpu_percent=100 * spent / self._ticks_per_s / elapsed_s if elapsed_s else None,
-            rss_bytes=sum(process.rss_pages for process in group) * self._page_bytes,
-            processes=frozenset(ticks),
+            rss_bytes=sum(process.rss_pages for process in own) * self._page_bytes,
+            own=frozenset(ticks),
+            placed={
+                name: frozenset(_identity(process) for process in group if placed.get(process.pid) == name)
+                for name in set(placed.values())
+            },
             parts={
                 pid: self._usage([each for each in group if each.pid == pid] + below(pid, group), before, elapsed_s)
                 for pid in parts
             },
         )
+
+    def _placed_among(self, group: list[Stat]) -> dict[int, str]:
+        """By pid, the placed service of those, parents first, that are marked for one or below a marked one."""
+        found: dict[int, str] = {}
+        for process in group if self._placed else ():
+            if (name := found.get(process.parent) or self._placed_service(process)) is not None:
+                found[process.pid] = name
+        return found
+
+    def _placed_service(self, process: Stat) -> str | None:
+        identity = _identity(process)
+        if identity not in self._started_for:
+            mark = marker(process.pid)
+            self._started_for[identity] = mark.service if mark is not None and mark.service in self._placed else None
+        return self._started_for[identity]
+
+
+def _identity(process: Stat) -> ProcessId:
+    return ProcessId(process.pid, process.start_ticks)
 
 
 def proportional_bytes(processes: Iterable[ProcessId]) -> int:
@@ -160,7 +208,7 @@ class MemoryLimits:
         started = time.monotonic()
         if keeper is None or self._reported.get(service) == keeper or started < self._waits_until.get(service, started):
             return
-        held_bytes = await asyncio.to_thread(proportional_bytes, usage.processes)
+        held_bytes = await asyncio.to_thread(proportional_bytes, usage.own)
         if held_bytes > self._limits[service]:
             self._reported[service] = keeper
             self._over_limit(service, held_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,6 +53,7 @@ class Sampler:
         folders: Iterable[Path] = (),
         write_faults: Callable[[], list[WriteFault]] = list,
         ranks: Callable[[], Mapping[str, RanksReport]] = dict,
+        placed: Collection[str] = (),
     ) -> None:
         """Take no sample yet.
 
@@ -67,6 +68,7 @@ class Sampler:
             folders: those whose file systems are watched for free space.
             write_faults: returns what the supervisor cannot write.
             ranks: returns the ranks of each service that has several.
+            placed: services that agents of a cluster start.
         """
         self._broadcast = broadcast
         self._keepers = keepers
@@ -79,7 +81,7 @@ class Sampler:
         self._write_faults = write_faults
         self._ranks = ranks
         self.low_disks: list[DiskSpace] = []
-        self._usage_reader = UsageReader()
+        self._usage_reader = UsageReader(placed)
         self.gpu_reader = GpuReader()
         self.usage: dict[str, Usage] = {}
         self.rank_usage: dict[str, list[RankUsage]] = {}
@@ -146,7 +148,7 @@ class Sampler:
             self._note(service)
         await asyncio.to_thread(kill_adopted)
         await self._memory_limits.check(self.usage, keepers)
-        pids = {name: usage.pids for name, usage in self.usage.items()}
+        pids = _pids_by_service(self.usage)
         gpus = await self.gpu_reader.sample(pids, self._attempts())
         self.gpus, self.gpu_note = [with_ranks(gpu, self.usage, ranks) for gpu in gpus.gpus], gpus.note
         self.rank_usage = {name: rank_usage(name, self.usage, ranks[name], self.gpus) for name in ranks if ranks[name]}
@@ -195,6 +197,14 @@ class Sampler:
             ranks={**self.rank_usage, **{name: each.ranks for name, each in placed.items() if each.ranks}},
             machines=self.machines.latest or None,
         )
+
+
+def _pids_by_service(usage: Mapping[str, Usage]) -> dict[str, set[int]]:
+    pids = {name: set(each.pids) for name, each in usage.items()}
+    for each in usage.values():
+        for name, processes in each.placed.items():
+            pids.setdefault(name, set()).update(process.pid for process in processes)
+    return pids
 
 
 def with_ranks(gpu: GpuStatus, usage: Mapping[str, Usage], ranks: Mapping[str, Mapping[int, int]]) -> GpuStatus:
