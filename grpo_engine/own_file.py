@@ -33,16 +33,21 @@ def open_own_file(path: Path, what: str) -> int:
     return descriptor
 
 
-def foreign_owner(path: Path, *, follow_links: bool = True) -> str | None:
-    """`belongs to user 4711`, of a file or folder that another user than this one and root has made; None: of none.
+def foreign_owner(path: Path) -> str | None:
+    """`belongs to user 4711`, of a path that another user than this one and root may have laid there; None: of none.
 
-    Who makes it first, in a folder that all may write to, decides what is in it.
+    Who makes it, or a folder on the way to it, first in a folder that all users may write to, decides what is in it.
+    Elsewhere whoever owns the parent folder has let them: a container's root is given folders of the user who runs it.
     """
-    try:
-        owner = os.stat(path, follow_symlinks=follow_links).st_uid
-    except OSError:  # there is none, or whoever opens it says why not
-        return None
-    return None if owner in (0, os.geteuid()) else f"belongs to user {owner}"
+    named, real = Path(os.path.abspath(path)), Path(os.path.realpath(path))
+    for each in {named, *named.parents, real, *real.parents}:
+        try:
+            owner, parent = each.lstat().st_uid, each.parent.stat()
+        except OSError:  # there is none, or whoever opens it says why not
+            continue
+        if owner not in (0, os.geteuid()) and parent.st_mode & stat.S_IWOTH:
+            return f"{'' if each == named else f'{each} '}belongs to user {owner}"
+    return None
 
 
 def _not_for_output(status: os.stat_result) -> str | None:

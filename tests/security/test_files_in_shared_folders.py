@@ -14,7 +14,7 @@ from stage import Stage
 from grpo_engine.bridges.memory.turn_lock import TurnLock
 from grpo_engine.errors import BridgeError, CheckpointError, ConfigError, GrpoError
 from grpo_engine.export.main import _new_folder
-from grpo_engine.own_file import open_own_file
+from grpo_engine.own_file import foreign_owner, open_own_file
 from grpo_engine.rollouts.storage.store import Store
 from grpo_engine.serving.reporting import send_to_supervisor
 from grpo_engine.train.checkpointing import checkpoints
@@ -87,12 +87,30 @@ def test_training_goes_on_from_nothing_that_another_user_made_first(theirs: str,
     """Before, it resumed from their checkpoint, where `save_path` did not exist yet in a folder like `/scratch`."""
     path = tmp_path / theirs
     path.parent.mkdir(exist_ok=True)
+    path.parent.chmod(0o1777)
     opened = {"checkpoints": checkpoints.require_folder, "store": Store}.get(theirs, checkpoints.require_own)
     path.touch() if theirs == "store" else path.mkdir()
     opened(path)
     os.chown(path, 65534, 65534)
     with pytest.raises((CheckpointError, ConfigError), match=f"{theirs}: .*belongs to user 65534"):
         opened(path)
+    path.parent.chmod(0o755)  # as of a folder that a container is given
+    assert foreign_owner(path) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+@pytest.mark.parametrize("laid", ["a folder", "a link"])
+def test_training_goes_on_from_nothing_below_what_another_user_made_first(laid: str, tmp_path: Path) -> None:
+    (shared := tmp_path / "scratch").mkdir()
+    shared.chmod(0o1777)
+    (tmp_path / "own").mkdir()
+    if laid == "a link":
+        (shared / "theirs").symlink_to(tmp_path / "own")
+    else:
+        (shared / "theirs").mkdir()
+    os.chown(shared / "theirs", 65534, 65534, follow_symlinks=False)
+    with pytest.raises(CheckpointError, match=r"scratch/theirs belongs to user 65534"):
+        checkpoints.require_folder(shared / "theirs" / "checkpoints")
 
 
 def test_a_folder_whose_marker_cannot_be_looked_at_is_no_checkpoint(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def require_own(path: Path) -> None:
     Raises:
         CheckpointError: it, or a link in its place, is another user's.
     """
-    if (fault := foreign_owner(path, follow_links=False)) is not None:
+    if (fault := foreign_owner(path)) is not None:
         raise CheckpointError(f"{path}: {fault}: remove it, or copy it to go on from it; or choose another --save-path")
 
 
