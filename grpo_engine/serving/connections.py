@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from grpo_engine.processes import MAX_DESCRIPTORS
-from grpo_engine.serving.access import ON_TOKEN_KEY, Token
+from grpo_engine.serving.access import ON_TOKEN_KEY, Token, caller
 
 HEADERS_WITHIN_S = 30.0
 """From the connection, or the first byte of a later request, to the end of its headers; uvicorn waits without end."""
@@ -71,8 +71,10 @@ def warning_or_exception(record: logging.LogRecord) -> str | None:
 
 
 def warning_place(record: logging.LogRecord) -> str | None:
-    """What was raised where, or where a warning or an error was logged, whose text may be of a client; None below."""
-    place = f"{record.pathname}:{record.lineno}" if record.levelno >= logging.WARNING else None
+    """What was raised where, or where a warning or an error was logged, whose text may be of a client; below, only
+    what a request without the token has logged: a header of each (`endpoint-load-metrics-format`) is a line of vLLM."""
+    is_limited = record.levelno >= logging.WARNING or caller().token is Token.WRONG
+    place = f"{record.pathname}:{record.lineno}" if is_limited else None
     return exception_place(record) or place
 
 

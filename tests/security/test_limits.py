@@ -41,7 +41,7 @@ from grpo_engine.rollouts.http import app as rollout_routes
 from grpo_engine.rollouts.metrics import MAX_ENVIRONMENTS_NAMED, Counters
 from grpo_engine.server.http.requests import read_path
 from grpo_engine.serving import connections
-from grpo_engine.serving.access import AccessControl
+from grpo_engine.serving.access import AccessControl, Caller, Token
 from grpo_engine.serving.bodies import BodyLimits
 from grpo_engine.serving.connections import LimitedProtocol
 from grpo_engine.serving.listening import plain_server, take_port
@@ -172,6 +172,19 @@ def test_a_refused_request_writes_no_line_of_its_length_into_the_log(caplog: pyt
     logged = [record.getMessage()[-9:] for record in caplog.records]
     assert logged == ["aaaaaaaa…", "place of its own"[-9:], "h model c"]
     assert max(len(record.getMessage()) for record in caplog.records) == connections.MAX_WARNING_CHARS + 1
+
+
+def test_what_requests_without_the_token_have_vllm_log_is_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header of theirs is a line each, which wrote 30 kB/s; lines of the run's requests are all logged."""
+    logger = logging.getLogger("test_limits.headers")
+    logger.setLevel(logging.INFO)
+    logger.addFilter(connections.SomeWarnings(connections.warning_place, now=lambda: 0.0))
+    for token in (Token.WRONG, Token.WRONG, Token.RIGHT, Token.RIGHT):
+        monkeypatch.setattr(connections, "caller", lambda token=token: Caller(token=token))
+        logger.info("Created header for %s", token.name)
+    assert [record.args for record in caplog.records] == [("WRONG",), ("RIGHT",), ("RIGHT",)]
 
 
 def test_a_server_may_have_as_many_descriptors_as_its_hard_limit_allows(monkeypatch: pytest.MonkeyPatch) -> None:

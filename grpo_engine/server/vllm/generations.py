@@ -352,13 +352,14 @@ def _check_num_logprobs(llm: AsyncLLM, prompt: Any, sampling_params: Any) -> Non
         return int(llm.model_config.hf_text_config.vocab_size) if value == -1 else value
 
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    named = getattr(sampling_params, "logprob_token_ids", None)  # in place of the most probable ones
     most = int(llm.model_config.max_model_len)
     num_prompt = most if tokens is None else len(tokens)
     max_tokens = getattr(sampling_params, "max_tokens", None)
     check_num_logprobs(
         n=getattr(sampling_params, "n", 1),
         max_tokens=most - len(tokens or ()) if max_tokens is None else max_tokens,
-        logprobs=asked("logprobs"),
+        logprobs=max(asked("logprobs") or 0, len(named)) if named else asked("logprobs"),
         num_prompt=num_prompt,
         prompt_logprobs=asked("prompt_logprobs"),
     )

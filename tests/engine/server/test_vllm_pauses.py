@@ -271,6 +271,8 @@ async def test_vllms_routes_refuse_millions_of_log_probabilities_and_long_lists_
     for asked, most in (
         ({"max_tokens": 60, "logprobs": 20}, 524288),
         ({"max_tokens": None, "logprobs": -1}, 524288),
+        # Of 64 completions of 300 tokens in a chat: 169 MB of answer, and /health waited for 29 s.
+        ({"max_tokens": 60, "logprob_token_ids": [7] * 128}, 524288),
         ({"max_tokens": 1, "bad_words": ["a" * 65537]}, 1024),
         ({"max_tokens": 1, "bad_words": ["a"] * 1025}, 1024),
         ({"max_tokens": 1, "stop_token_ids": [7] * 500_000}, 1024),
