@@ -90,7 +90,8 @@ class ServerConfig(Config):
     """Requests that may wait; more are refused with 503."""
     finish_before_update: bool = False
     """Finish completions before weights change, so that each is of one version, instead of freezing them and continuing
-    with the new weights (vLLM); a weight update then waits for the longest completion."""
+    with the new weights (vLLM); a weight update then waits for the longest completion. Those of requests without the
+    token of the run, where it has one, are frozen."""
     keep_kv_cache: bool = False
     """Continue completions after a weight update on the keys and values that they have (vLLM), as PipelineRL and
     Magistral do, instead of computing them again with the new weights, which takes a prefill of all that run. Tokens

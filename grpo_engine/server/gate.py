@@ -25,15 +25,15 @@ class Gate:
         return self._is_open
 
     @asynccontextmanager
-    async def passing(self) -> AsyncIterator[None]:
-        """Wait until the gate is open, and count as inside until the block ends."""
+    async def passing(self, *, is_awaited: bool = True) -> AsyncIterator[None]:
+        """Wait until the gate is open, and count as inside until the block ends, where a `drain` is to wait for it."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_open)
-            self._num_inside += 1
+            self._num_inside += is_awaited
         try:
             yield
         finally:
-            self._num_inside -= 1
+            self._num_inside -= is_awaited
             if not self._num_inside:
                 await asyncio.shield(self._notify())
 

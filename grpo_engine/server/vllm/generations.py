@@ -316,7 +316,9 @@ class Generations:
         self._num_requests += 1
         try:
             while True:
-                async with self._slots.taken(token, n), self.gate.passing():
+                # No update waits for others: they may sample for minutes, and read no answer.
+                inside = self.gate.passing(is_awaited=token is not Token.WRONG)
+                async with self._slots.taken(token, n), inside:
                     state = self.lock.check()
                     if not state.is_writing:
                         yield state

@@ -314,6 +314,23 @@ async def test_requests_without_the_token_have_a_lower_priority_whatever_they_as
     assert given == [priority]
 
 
+@pytest.mark.parametrize("token", [Token.WRONG, Token.RIGHT])
+async def test_no_update_waits_for_requests_without_the_token_to_finish(
+    llm: Llm, monkeypatch: pytest.MonkeyPatch, token: Token
+) -> None:
+    """Four streams of another user that nobody read stopped a run; so they did once they were closed, until Python
+    collected garbage."""
+    monkeypatch.setattr(generations, "caller", lambda: Caller(token=token))
+    running = generations.Generations(ServerConfig(model_name="m", finish_before_update=True), "i")
+    stream = running.guarded(lambda: llm, {"prompt_token_ids": [1]}, SimpleNamespace(n=1, max_tokens=1), "r", None)
+    await anext(stream)
+    closing = asyncio.create_task(running.close_gate())
+    await turns()
+    assert closing.done() is (token is Token.WRONG)
+    await stream.aclose()
+    await closing
+
+
 async def test_a_client_that_disconnects_from_a_stream_releases_everything(engine: VllmEngine, llm: Llm) -> None:
     stream = engine.guarded({"prompt_token_ids": [1]}, None, "r")
     await anext(stream)
