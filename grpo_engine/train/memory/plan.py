@@ -13,6 +13,14 @@ same of keys and values, n heads, m of keys, and d bytes an element of weights a
     inputs of linears   d (2h + i) if trained the output projection's is attention's output, counted there; of those
                                               with adapters alone where these are merged
 
+Compiled layers keep what enters these operations, in the type of the activations, and compute the rest again:
+
+    two RMS norms       2 (d h + 4)           and their outputs where those enter linears that are trained (below)
+    norms of heads      d (a + b) + 4 (n + m)
+    attention           as above, and the angles of positions, 2 d head_dim
+    gated MLP           2 d i                 gate, up
+    inputs of linears   as above
+
 and with gradient checkpointing only d h, the layer's input; the layer at work is then computed again. Assumes a kernel
 that needs no mask, and no dropout but that of adapters. The tests count what autograd keeps, and the peak, against
 these formulas.
@@ -325,8 +333,9 @@ def saved_by_layer(
     adapters: Sequence[ParameterShape] = (),
     are_merged: bool = False,
     mask_bytes: int = 0,
+    is_compiled: bool = False,
 ) -> int:
-    """Bytes a token that autograd keeps of one layer: the table above.
+    """Bytes a token that autograd keeps of one layer: the tables above.
 
     Args:
         adapters: of this layer, as `trained_parameters` gives them.
@@ -335,25 +344,32 @@ def saved_by_layer(
     """
     h, i, d = model.hidden_size, model.intermediate_size, model.bytes_each
     a, b = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    saved = 2 * (FP32 * h + 4) + d * (2 * a + 2 * b) + 4 * model.num_heads + 3 * d * i
+    norm_bytes = d if is_compiled else FP32
+    saved = 2 * (norm_bytes * h + 4) + d * (2 * a + 2 * b) + 4 * model.num_heads
+    saved += 2 * d * (i + model.head_dim) if is_compiled else 3 * d * i
     if model.has_head_norms:
-        saved += FP32 * (a + b + model.num_heads + model.num_kv_heads)
+        saved += norm_bytes * (a + b) + FP32 * (model.num_heads + model.num_kv_heads)
     if trains_weights:
-        saved += 2 * d * h + d * (2 * h + i) + (d * (a + b) if model.has_head_norms else 0)
+        saved += d * (2 * h + i)
+    if trains_weights and not is_compiled:
+        saved += 2 * d * h + (d * (a + b) if model.has_head_norms else 0)
+    factors = [parameter for parameter in adapters if parameter.name.endswith(".A")]
+    inputs = _inputs(factors)
     if are_merged:
-        return saved + d * _merged_inputs(adapters)
-    # An adapter keeps its input as fp32, and what its first factor makes of it.
-    return saved + sum(FP32 * sum(p.shape) + mask_bytes * p.shape[1] for p in adapters if p.name.endswith(".A"))
+        # That of the output projection is attention's output, which is there; compiled layers compute the MLP's again.
+        others = {"o_proj", "gate_proj", "down_proj"} if is_compiled else {"o_proj"}
+        return saved + d * sum(width for module, width in inputs.items() if module not in others)
+    # An adapter keeps its input as fp32, and what its first factor makes of it. In compiled layers those of one input
+    # share it, unless each has a dropout of its own.
+    are_shared = is_compiled and not mask_bytes
+    widths = inputs.values() if are_shared else [factor.shape[1] for factor in factors]
+    return saved + (FP32 + mask_bytes) * sum(widths) + FP32 * sum(factor.shape[0] for factor in factors)
 
 
-def _merged_inputs(adapters: Sequence[ParameterShape]) -> int:
-    """Numbers a token of the inputs that merged adapters keep, each once, as they come."""
-    widths: dict[str, int] = {}
-    for parameter in adapters:
-        module = parameter.name.removesuffix(".weight.A").rpartition(".")[2]
-        if parameter.name.endswith(".A") and module != "o_proj":  # its input is attention's output, which is there
-            widths[SAME_INPUT.get(module, module)] = parameter.shape[1]
-    return sum(widths.values())
+def _inputs(factors: Sequence[ParameterShape]) -> dict[str, int]:
+    """Numbers a token of each input of adapters, by the first module that reads it."""
+    modules = [factor.name.removesuffix(".weight.A").rpartition(".")[2] for factor in factors]
+    return {SAME_INPUT.get(module, module): factor.shape[1] for module, factor in zip(modules, factors, strict=True)}
 
 
 def state_bytes(shape: tuple[int, ...], config: TrainConfig) -> int:
@@ -380,8 +396,8 @@ def _adapted(model: ModelShape, config: TrainConfig) -> Iterator[ParameterShape]
 
 
 def _mask_bytes(config: TrainConfig) -> int:
-    """For each input of an adapter: torch keeps a bool on a GPU, and a factor on a CPU."""
-    return 0 if not config.lora_dropout else FP32 if is_on_cpu(config.device) else 1
+    """For each input of an adapter: torch keeps a bool on a GPU and in compiled layers, else a factor."""
+    return 0 if not config.lora_dropout else FP32 if is_on_cpu(config.device) and not config.compile_layers else 1
 
 
 def _activations(
@@ -399,6 +415,7 @@ def _activations(
             adapters=[p for p in trained if layer_of(p.name) == number] if has_adapters else (),
             are_merged=config.bridge.shares_memory,
             mask_bytes=_mask_bytes(config),
+            is_compiled=config.compile_layers,
         )
         for number in range(first, model.num_layers)  # nothing below the first that learns has a gradient
     ]
