@@ -87,7 +87,6 @@ async def test_the_prompts_of_a_list_share_the_log_probabilities_of_a_request_wi
     [
         ("/v1/completions", 0, 1 << 19),
         ("/v1/chat/completions", 0, 1 << 16),
-        ("/v1/responses", 0, 1 << 16),
         ("/v1/chat/completions", None, 1 << 19),
     ],
 )

@@ -41,12 +41,9 @@ _LOCK_POLL_S = 0.002
 _PRIORITY_WITHOUT_TOKEN = 1
 """Those with the token have 0, and vLLM serves lower numbers first. Where both have the same, sequences of others fill
 the KV cache, and requests of the run wait behind those that were preempted: 64 of 2,000 tokens held one for 300 s."""
-_VALUES = (
-    *("bad_words", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids"),
-    *("logprob_token_ids", "trace_decode_token_ids", "prompt_logprob_token_ids"),
-)
-"""Lists in `SamplingParams`, which the engine core has for each of `n` sequences and reads at each token or change of
-the batch: 500,000 stop tokens held the run for 33 s."""
+_VALUES = ("bad_words", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids")
+"""Lists in `SamplingParams` that need no token. The engine core has them for each of `n` sequences, and reads them at
+each token or change of the batch: 500,000 stop tokens held the run for 33 s."""
 
 logger = logging.getLogger(__name__)
 
@@ -354,14 +351,13 @@ def _check_num_logprobs(llm: AsyncLLM, prompt: Any, sampling_params: Any) -> Non
         return int(llm.model_config.hf_text_config.vocab_size) if value == -1 else value
 
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-    named = getattr(sampling_params, "logprob_token_ids", None)  # in place of the most probable ones
     most = int(llm.model_config.max_model_len)
     num_prompt = most if tokens is None else len(tokens)
     max_tokens = getattr(sampling_params, "max_tokens", None)
     check_num_logprobs(
         n=getattr(sampling_params, "n", 1),
         max_tokens=most - len(tokens or ()) if max_tokens is None else max_tokens,
-        logprobs=max(asked("logprobs") or 0, len(named)) if named else asked("logprobs"),
+        logprobs=asked("logprobs"),
         num_prompt=num_prompt,
         prompt_logprobs=asked("prompt_logprobs"),
     )

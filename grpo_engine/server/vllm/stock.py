@@ -62,21 +62,39 @@ _INFERENCE = frozenset(
         "/load",
     }
 )
-"""Paths that any client may use."""
+"""Paths that any client may use, those of `_POSTED` without the token of the server only as these say."""
+_SAMPLED = frozenset(
+    {
+        *("model", "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
+        *("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "bad_words", "logit_bias", "allowed_token_ids"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs", "prompt_logprobs"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens", "return_token_ids"),
+        *("return_tokens_as_token_ids", "stream", "stream_options", "response_format", "priority", "user"),
+    }
+)
+_POSTED: dict[str, frozenset[str]] = {
+    "/v1/completions": _SAMPLED | {"prompt", "echo", "suffix"},
+    "/v1/chat/completions": _SAMPLED
+    | {"messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt", "continue_final_message"},
+    "/tokenize": frozenset(
+        {"model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "return_token_strs"}
+    ),
+    "/detokenize": frozenset({"model", "tokens"}),
+}
+"""The fields that requests without the token may have, where the server has one: what common clients send. What else
+vLLM takes gave one way after another to hold its event loop or engine, from beams to the search for repetitions."""
+_WITHOUT_BODY = frozenset({"/v1/models", "/version", "/metrics", "/ping", "/load"})
 _LISTS = frozenset(path for path in _INFERENCE if path.startswith(("/v1/completions", "/v1/chat/")))
 """Those that take several prompts, whose number vLLM does not limit."""
 _RESPONSES = "/v1/responses/"
-_OBJECT_LOGPROBS = ("/v1/chat/", "/v1/responses", "/inference/")
-"""Routes whose answers have an object of vLLM for each log-probability: half a million of one request without the token
-held the event loop for 7 s, and eight such requests a run for 87 s."""
+_OBJECT_LOGPROBS = "/v1/chat/completions"
+"""Its answers have an object of vLLM for each log-probability: half a million of one request without the token held the
+event loop for 7 s, and eight such requests a run for 87 s."""
 _OBJECT_COST = 8
 """Of one, as 13 µs are to the 1.4 of `/generate`."""
 _GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
 """Constraints of an answer that vLLM compiles, for any time and into any memory: 22 requests of 2.4 MB at most took 2.8
 GB and a core for 40 minutes, and one of 2 kB held all others for 4 s. Any JSON object (`json_object`) is harmless."""
-_OF_OWNERS = ("repetition_detection", "extra_args")
-"""Other parameters that only the run may set. The engine core looks for repetitions after each token, in time with the
-square of the completion (3 s at 16,000 tokens); arguments of plugins have any length, `n` times."""
 _OURS = {
     "/v1/load_lora_adapter": "/lora/load",
     "/v1/unload_lora_adapter": "/lora/unload",
@@ -124,19 +142,16 @@ class GuardedClient:
         return getattr(self._llm, name)
 
 
-def with_constraints_of_owners(generate: Generate) -> Generate:
-    """`generate` that takes a grammar, and what else takes long, only of requests with the token, where there is one.
+def with_grammars_of_owners(generate: Generate) -> Generate:
+    """`generate` that takes a grammar only of requests with the token, where there is one.
 
-    Routes and versions of vLLM write a grammar differently, and tools become one; here they are all the same.
+    Routes and versions of vLLM write a grammar differently; here they are all the same.
     """
 
     def checked(prompt: Any, sampling_params: Any, *args: Any, **others: Any) -> AsyncIterator[Any]:
         asked = getattr(sampling_params, "structured_outputs", None)
         if caller().token is Token.WRONG and any(getattr(asked, name, None) is not None for name in _GRAMMARS):
             raise HTTPException(401, f"a schema, grammar or choice of answers: {TOKEN_REQUIRED}", TOKEN_HEADERS)
-        others_set = [name for name in _OF_OWNERS if getattr(sampling_params, name, None)]  # `/v1/responses` sets `{}`
-        if caller().token is Token.WRONG and others_set:
-            raise HTTPException(401, f"{', '.join(others_set)}: {TOKEN_REQUIRED}", TOKEN_HEADERS)
         return generate(prompt, sampling_params, *args, **others)
 
     return checked
@@ -161,15 +176,18 @@ class StockApp:
             return
         if path not in _INFERENCE and not path.startswith(_RESPONSES):
             only_owner(Request(scope))
-        if path in _LISTS:
+        is_known = caller().token is not Token.WRONG
+        if not is_known and path not in _POSTED and path not in _WITHOUT_BODY:
+            raise HTTPException(401, f"{path}: {TOKEN_REQUIRED}", TOKEN_HEADERS)
+        if path in _LISTS or (not is_known and path in _POSTED):
             body = await read_bytes(Request(scope, receive))
             try:
-                await asyncio.to_thread(_check_body, body)
+                await asyncio.to_thread(_check_body, body, None if is_known else _POSTED[path])
             except DataError as error:
                 await JSONResponse(_error(str(error), 400), 400)(scope, receive, send)
                 return
             receive = replayed(body, receive)
-        if path.startswith(_OBJECT_LOGPROBS):
+        if path == _OBJECT_LOGPROBS:
             caller().logprob_cost = _OBJECT_COST
         await self._app(dict(scope), receive, send)
 
@@ -192,7 +210,7 @@ async def stock_app(
         arguments: with which `llm` was created.
     """
     app, init_app_state = await asyncio.to_thread(_build_app, llm, config, arguments)
-    await init_app_state(GuardedClient(llm, with_constraints_of_owners(generate)), app.state, app.state.args, _TASKS)
+    await init_app_state(GuardedClient(llm, with_grammars_of_owners(generate)), app.state, app.state.args, _TASKS)
     return StockApp(app)
 
 
@@ -250,16 +268,18 @@ def fail_fast_on_bodies(app: FastAPI) -> None:
             fail_fast(field._type_adapter)
 
 
-def _check_body(body: bytes) -> None:
+def _check_body(body: bytes, allowed: frozenset[str] | None) -> None:
+    """Refuse a body that vLLM would not, or that has other fields than the `allowed` ones."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):  # vLLM answers it
         return
     if isinstance(fields, dict):
         check_listed_prompts(fields)
-        # Each end that a beam comes by is kept, with all tokens and log-probabilities before it, until the last step.
-        if fields.get("use_beam_search") and caller().token is Token.WRONG:
-            raise HTTPException(401, f"use_beam_search: {TOKEN_REQUIRED}", TOKEN_HEADERS)
+        given = [name for name, value in fields.items() if value is not None]
+        if allowed is not None and (others := [name for name in given if name not in allowed]):
+            text = f"{', '.join(name[:40] for name in others[:4])}: {TOKEN_REQUIRED}"
+            raise HTTPException(401, text, TOKEN_HEADERS)
 
 
 def _error(text: str, status: int) -> dict[str, Any]:
