@@ -107,7 +107,9 @@ def attend(
     num_rows = _aside.num_rows
     if num_rows is not None:
         query, key, value = (
-            torch.unflatten(each[0], 1, (num_rows, -1)).transpose(0, 1) for each in (query, key, value)
+            # Not `each[0]`, whose gradient is written into another tensor of zeros: 2 % of a step (Qwen3-0.6B, H200).
+            torch.unflatten(each.squeeze(0), 1, (num_rows, -1)).transpose(0, 1)
+            for each in (query, key, value)
         )
     if isinstance(attention_mask, BlockMask):
         output: Tensor = _compiled_flex()(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True)
