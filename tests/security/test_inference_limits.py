@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from grpo_engine.server.http.requests import AnswerMaker, add_error_answers
 from grpo_engine.server.prompts import PromptCodec, check_listed_prompts, check_num_completions, max_new_tokens
 from grpo_engine.server.torch import engine as torch_engine
 from grpo_engine.server.torch.engine import TorchEngine
+from grpo_engine.server.vllm.generations import Generations
 from grpo_engine.server.vllm.stock import StockApp, add_our_errors
 from grpo_engine.serving.access import AccessControl, Caller, Token, _caller
 from grpo_engine.wire.inference import GenerateRequest
@@ -66,6 +68,17 @@ async def test_a_request_without_the_token_may_ask_for_half_a_million_log_probab
         assert answer.status_code == status
         if status == 400:
             assert "a request without the token of the run may have 524288" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+async def test_half_a_character_is_refused_before_vllm_keeps_the_request(name: str) -> None:
+    """It cannot be sent to the engine core, and vLLM forgot none: 5,000 of 70 kB without the token took 1.7 GB."""
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(vocab_size=100), max_model_len=100)
+    asked = SimpleNamespace(max_tokens=1, **{name: ["a\ud800"]})
+    running = Generations(ServerConfig(model_name="m"), "i")
+    llm: Any = SimpleNamespace(model_config=model)  # that has no `generate`
+    with pytest.raises(DataError, match=f"{name}: half of a surrogate pair"):
+        await anext(running.guarded(lambda: llm, {"prompt_token_ids": [1]}, asked, "r", None))
 
 
 async def test_the_prompts_of_a_list_share_the_log_probabilities_of_a_request_without_the_token() -> None:
