@@ -21,7 +21,7 @@ from grpo_engine.wire.supervisor import GpuProcess, GpuStatus
 from grpo_tui.supervisor.keeper.proc import ProcessId, uid_of, user_name
 from grpo_tui.supervisor.usage.cpu_memory import Usage
 from grpo_tui.supervisor.usage.gpus import GpuReader, Nvml, load_pynvml
-from grpo_tui.supervisor.usage.sampling import rank_usage, with_ranks
+from grpo_tui.supervisor.usage.sampling import pids_by_service, rank_usage, with_ranks
 
 GB = 10**9
 
@@ -354,6 +354,16 @@ async def test_what_connects_two_gpus_is_told_as_far_as_the_driver_says() -> Non
     }
     assert await reader_of(FakeNvml(num_gpus=2, is_old=True)).links() == {}
     assert await reader_of(FakeNvml(init_error=LibraryNotFound())).links() == {}
+
+
+def test_what_a_private_cluster_has_placed_holds_gpu_memory_for_its_own_service() -> None:
+    """On a machine with two GPUs all of them counted as Ray's, and once more as what an agent reported."""
+    pids = [frozenset({ProcessId(pid, 1)}) for pid in (1, 7, 20)]
+    usage = {
+        "ray": Usage(cpu_percent=None, rss_bytes=0, own=pids[0], placed={"vllm": pids[1]}),
+        "vllm": Usage(cpu_percent=None, rss_bytes=0, own=pids[2]),
+    }
+    assert pids_by_service(usage) == {"ray": {1}, "vllm": {7, 20}}
 
 
 def test_processes_of_a_gpu_are_attributed_to_ranks_and_each_rank_has_its_figures() -> None:

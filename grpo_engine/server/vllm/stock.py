@@ -167,7 +167,7 @@ class StockApp:
         """Answer one request.
 
         Raises:
-            HTTPException: the route, or such a request, is only for the run's owner.
+            HTTPException: the route is only for the run's owner.
         """
         path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
         if (ours := _ours(path)) is not None:
@@ -178,13 +178,17 @@ class StockApp:
             only_owner(Request(scope))
         is_known = caller().token is not Token.WRONG
         if not is_known and path not in _POSTED and path not in _WITHOUT_BODY:
-            raise HTTPException(401, f"{path}: {TOKEN_REQUIRED}", TOKEN_HEADERS)
+            await _needs_token(path)(scope, receive, send)
+            return
         if path in _LISTS or (not is_known and path in _POSTED):
             body = await read_bytes(Request(scope, receive))
             try:
-                await asyncio.to_thread(_check_body, body, None if is_known else _POSTED[path])
+                others = await asyncio.to_thread(_checked_body, body, None if is_known else _POSTED[path])
             except DataError as error:
                 await JSONResponse(_error(str(error), 400), 400)(scope, receive, send)
+                return
+            if others:
+                await _needs_token(", ".join(name[:40] for name in others[:4]))(scope, receive, send)
                 return
             receive = replayed(body, receive)
         if path == _OBJECT_LOGPROBS:
@@ -268,18 +272,25 @@ def fail_fast_on_bodies(app: FastAPI) -> None:
             fail_fast(field._type_adapter)
 
 
-def _check_body(body: bytes, allowed: frozenset[str] | None) -> None:
-    """Refuse a body that vLLM would not, or that has other fields than the `allowed` ones."""
+def _checked_body(body: bytes, allowed: frozenset[str] | None) -> list[str]:
+    """Fields of a body that are not among the `allowed` ones.
+
+    Raises:
+        DataError: it has prompts that vLLM should not get.
+    """
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):  # vLLM answers it
-        return
-    if isinstance(fields, dict):
-        check_listed_prompts(fields)
-        given = [name for name, value in fields.items() if value is not None]
-        if allowed is not None and (others := [name for name in given if name not in allowed]):
-            text = f"{', '.join(name[:40] for name in others[:4])}: {TOKEN_REQUIRED}"
-            raise HTTPException(401, text, TOKEN_HEADERS)
+        return []
+    if not isinstance(fields, dict):
+        return []
+    check_listed_prompts(fields)
+    given = [name for name, value in fields.items() if value is not None]
+    return [] if allowed is None else [name for name in given if name not in allowed]
+
+
+def _needs_token(what: str) -> JSONResponse:
+    return JSONResponse(_error(f"{what}: {TOKEN_REQUIRED}", 401), 401, TOKEN_HEADERS)
 
 
 def _error(text: str, status: int) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class Sampler:
             self._note(service)
         await asyncio.to_thread(kill_adopted)
         await self._memory_limits.check(self.usage, keepers)
-        pids = _pids_by_service(self.usage)
+        pids = pids_by_service(self.usage)
         gpus = await self.gpu_reader.sample(pids, self._attempts())
         self.gpus, self.gpu_note = [with_ranks(gpu, self.usage, ranks) for gpu in gpus.gpus], gpus.note
         self.rank_usage = {name: rank_usage(name, self.usage, ranks[name], self.gpus) for name in ranks if ranks[name]}
@@ -199,7 +199,8 @@ class Sampler:
         )
 
 
-def _pids_by_service(usage: Mapping[str, Usage]) -> dict[str, set[int]]:
+def pids_by_service(usage: Mapping[str, Usage]) -> dict[str, set[int]]:
+    """The processes whose GPU memory is that of a service, wherever in the tree of this run they are."""
     pids = {name: set(each.pids) for name, each in usage.items()}
     for each in usage.values():
         for name, processes in each.placed.items():
