@@ -62,7 +62,7 @@ class UsageReader:
             placed: services that agents of a cluster start; those of a private one are below another service here.
         """
         self._placed = placed
-        self._started_for: dict[ProcessId, str | None] = {}
+        self._started_for: dict[ProcessId, str] = {}
         self._keepers: set[int] = set()
         self._unrelated: set[int] = set()
         self._cpu_ticks: dict[ProcessId, int] = {}
@@ -152,11 +152,12 @@ class UsageReader:
         return found
 
     def _placed_service(self, process: Stat) -> str | None:
+        """None is asked again: a process has the mark of its parent until its `exec`. A title may hide it later."""
         identity = _identity(process)
-        if identity not in self._started_for:
-            mark = marker(process.pid)
-            self._started_for[identity] = mark.service if mark is not None and mark.service in self._placed else None
-        return self._started_for[identity]
+        mark = None if identity in self._started_for else marker(process.pid)
+        if mark is not None and mark.service is not None and mark.service in self._placed:
+            self._started_for[identity] = mark.service
+        return self._started_for.get(identity)
 
 
 def _identity(process: Stat) -> ProcessId:
