@@ -77,6 +77,8 @@ class TorchEngine:
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running: list[Job] = []
         self._batch_began_at = 0.0
+        self._has_yielded = False
+        """A batch that was gathered has let a command go first, and the next one will not."""
         self._pause: Pause | None = None
         self._sleep: Sleep | None = None
         """None while it is awake."""
@@ -358,7 +360,10 @@ class TorchEngine:
             time.sleep(_LOCK_POLL_S)  # a writer that did not pause this server
             return
         with self._changed:
-            if self._commands:  # one that arrived meanwhile, and found no running batch to cut
+            # A command that arrived meanwhile found no running batch to cut. Only one in a row goes first: updates that
+            # follow each other would leave no time for a batch.
+            self._has_yielded = bool(self._commands) and not self._has_yielded
+            if self._has_yielded:
                 return
             self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
             batch = next_batch(

@@ -19,6 +19,7 @@ from forked import Forked
 from serving import RunningServer, free_port, python_path, wait_healthy
 
 from grpo_engine.forking import has_cuda, why_unforkable
+from grpo_engine.processes import running
 from grpo_engine.server.vllm.arguments import store_cache_bytes, stored_cache_bytes
 from grpo_engine.wire.environment_variables import RESTARTS_VARIABLE
 from grpo_engine.wire.fork_server import RESTART_SIGNAL, Restarts
@@ -210,8 +211,9 @@ if who == "rank":
 
     watch_server(ProcessIdentity.of(int(server)))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a rank ends with its engine core
+    engine = os.getppid()
     print("up", flush=True)
-    while os.getppid() != 1:
+    while os.getppid() == engine:
         time.sleep(0.01)
 elif who == "engine":
     signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.1), open(ended, "w").close(), sys.exit()))
@@ -231,9 +233,9 @@ def test_ranks_whose_server_was_killed_let_their_engine_core_end_its_step(tmp_pa
     ended = tmp_path / "ended"
     with subprocess.Popen([sys.executable, "-c", RANKS, "server", "", str(ended)], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
-        ranks = [psutil.Process(int(pid)) for pid in server.stdout.readline().split()]
+        ranks = [int(pid) for pid in server.stdout.readline().split()]
         server.kill()
-    assert not psutil.wait_procs(ranks, timeout=30)[1]
+    until(lambda: not any(running(rank) for rank in ranks))
     assert ended.exists()
 
 
