@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -359,20 +360,26 @@ def watch_server(server: ProcessIdentity) -> None:
     Breaks: a killed server leaves `EngineCore` running, which keeps the GPU's memory. Versions: seen in 0.26 and 0.32;
     upstream: https://github.com/vllm-project/vllm/issues/55510.
     """
-    threading.Thread(target=_exit_with, args=(server,), name=_WATCH_NAME, daemon=True).start()
+    engine = _engine_below(server)  # now: once the server is killed, nothing tells that the engine core was below it
+    tree = ProcessTree([engine])
+    threading.Thread(target=_exit_with, args=(server, engine, tree), name=_WATCH_NAME, daemon=True).start()
 
 
-def _exit_with(server: ProcessIdentity) -> None:
-    me = psutil.Process()
-    engine = next((p for p in (me, *me.parents()) if p.ppid() == server.pid), me)
-    tree = ProcessTree([engine.pid])
+def _engine_below(server: ProcessIdentity) -> int:
+    """The process of the engine core, or this one if the server is gone."""
+    with suppress(psutil.Error):
+        me = psutil.Process()
+        return int(next((p.pid for p in (me, *me.parents()) if p.ppid() == server.pid), me.pid))
+    return os.getpid()
 
+
+def _exit_with(server: ProcessIdentity, engine: int, tree: ProcessTree) -> None:
     def others() -> list[ProcessIdentity]:
-        return [each for each in tree.living() if each.pid != me.pid and not is_resource_tracker(each)]
+        return [each for each in tree.living() if each.pid != os.getpid() and not is_resource_tracker(each)]
 
     while server.is_alive():
         time.sleep(_WATCH_INTERVAL_S)
-    terminate(partial(running, engine.pid), grace_s=_GRACE_S)
+    terminate(partial(running, engine), grace_s=_GRACE_S)
     wait_gone(others, within_s=_GRACE_S)  # the ranks exit with the engine core, this one too
     for process in others():
         process.send_signal(signal.SIGKILL)
