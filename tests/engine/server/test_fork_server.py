@@ -205,6 +205,7 @@ RANKS = """
 import os, signal, subprocess, sys, time
 
 who, server, ended = sys.argv[1:]
+signal.alarm(60)  # nothing of a test that fails stays
 if who == "rank":
     from grpo_engine.processes import ProcessIdentity
     from grpo_engine.server.vllm.worker import watch_server
