@@ -530,7 +530,8 @@ class VllmEngine:
 
     async def _read_checkpoint(self, llm: AsyncLLM, path: Path, policy_version: int) -> None:
         with self._generations.lock.writing(policy_version), self._generations.awaiting_core():
-            await llm.collective_rpc("grpo_reload", kwargs={"path": str(path)})
+            # In place, tensor by tensor: the GPU has no memory left for a second copy.
+            await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
 
     async def _asked_of_workers(self, llm: AsyncLLM, method: str, argument: Any) -> None:
         """Call a method that answers why it could not, or None.

@@ -42,27 +42,6 @@ if TYPE_CHECKING:
 Generate = Callable[..., AsyncIterator[Any]]
 """Has the signature and the results of `AsyncLLM.generate`."""
 
-_INFERENCE = frozenset(
-    {
-        "/v1/models",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/chat/completions/batch",
-        "/v1/chat/completions/render",
-        "/v1/completions/render",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/responses",
-        "/inference/v1/generate",
-        "/tokenize",
-        "/detokenize",
-        "/version",
-        "/metrics",
-        "/ping",
-        "/load",
-    }
-)
-"""Paths that any client may use, those of `_POSTED` without the token of the server only as these say."""
 _SAMPLED = frozenset(
     {
         *("model", "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
@@ -84,6 +63,15 @@ _POSTED: dict[str, frozenset[str]] = {
 """The fields that requests without the token may have, where the server has one: what common clients send. What else
 vLLM takes gave one way after another to hold its event loop or engine, from beams to the search for repetitions."""
 _WITHOUT_BODY = frozenset({"/v1/models", "/version", "/metrics", "/ping", "/load"})
+_INFERENCE = (
+    _WITHOUT_BODY
+    | _POSTED.keys()
+    | {
+        *("/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/completions/render"),
+        *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/inference/v1/generate"),
+    }
+)
+"""Paths that any client with the token may use, from any machine."""
 _LISTS = frozenset(path for path in _INFERENCE if path.startswith(("/v1/completions", "/v1/chat/")))
 """Those that take several prompts, whose number vLLM does not limit."""
 _RESPONSES = "/v1/responses/"

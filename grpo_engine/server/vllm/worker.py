@@ -45,8 +45,6 @@ class GrpoWorker:
     vllm_config: Any
     rank: int
     add_lora: Callable[[Any], bool]
-    reload_weights: Callable[..., None]
-
     sleep: Callable[..., None]
     wake_up: Callable[..., None]
 
@@ -248,10 +246,6 @@ class GrpoWorker:
         """Size of the KV cache on this GPU; None if it was configured rather than measured."""
         measured = getattr(self, "available_kv_cache_memory_bytes", None)
         return None if measured is None else int(measured)
-
-    def grpo_reload(self, path: str) -> None:
-        """Load a checkpoint in place, tensor by tensor, because the GPU has no memory left for a second copy."""
-        self.reload_weights(weights_path=path)
 
     def grpo_load_adapter(self, number: int, name: str, path: str, modules: list[str]) -> dict[str, Any]:
         """Load an adapter, and check that every factor reached a layer.
