@@ -25,7 +25,7 @@ from grpo_engine.wire.access_token import write_token
 from grpo_engine.wire.codec import write_atomically
 from grpo_engine.wire.file_locks import lock_holder
 from grpo_engine.wire.run_folder import PLAN_FILE, RESOLVED_FILE, SETTINGS_FILE, START_LOCK_FILE
-from grpo_engine.wire.supervisor import Hello
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Hello
 from grpo_tui.client.local import NoSuchRun, Run, StartRefused, is_over, look_at, lost_runs
 from grpo_tui.client.new_daemon import HELLO_POLL_S, NewDaemon, StartFailed
 from grpo_tui.client.socket import HELLO_LIMIT_S, Daemon, answers
@@ -350,19 +350,19 @@ def _live_run(loaded: LoadedProfile, second: Second | None, logs: Path, name: st
 
 
 def wait_if_ending(run: Run) -> bool:
-    """Wait for the end of a run that is being taken down; returns whether it was."""
+    """Wait for the supervisor of a run that is being taken down, or is over, to exit; returns whether it was."""
     try:
-        reply = asyncio.run(Daemon(run.folder).command("status"))
+        status = asyncio.run(Daemon(run.folder).command("status")).status
     except PeerUnavailable:
-        return is_over(run.folder)
-    if reply.status is None or not reply.status.is_ending:
-        return False
+        ends = is_over(run.folder)
+    else:
+        ends = status is not None and (status.is_ending or status.state in ENDED_RUN_STATES)
     deadline = time.monotonic() + END_WITHIN_S
-    while has_daemon(run.folder):
+    while ends and has_daemon(run.folder):  # its last files may take long to write
         if time.monotonic() > deadline:
             raise GrpoError(f"run {run.id} is being taken down: wait for it, or `grpo-tui down {run.id} --timeout 0`")
         time.sleep(END_POLL_S)
-    return True
+    return ends
 
 
 def make_folder(

@@ -15,13 +15,15 @@ from workplace import IDLE, IGNORES_SIGTERM
 
 from grpo_engine.wire.codec import to_line
 from grpo_engine.wire.supervisor import PROTOCOL_VERSION, Bye, Notice, RunState, Subscribe, read_from_daemon
+from grpo_tui.client.launch import wait_if_ending
+from grpo_tui.client.local import look_at
 from grpo_tui.client.socket import Daemon
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.services.base import Launch, Probe
 from grpo_tui.supervisor.core import Supervisor
 from grpo_tui.supervisor.handlers import converse
 from grpo_tui.supervisor.keeper.client import ExitReport, adopt_keeper
-from grpo_tui.supervisor.lock import write_address
+from grpo_tui.supervisor.lock import take_lock, write_address
 from grpo_tui.supervisor.service_runner import ServiceRunner
 from grpo_tui.supervisor.state_file import read_state
 
@@ -103,6 +105,20 @@ async def _receives(stream: AsyncIterator[object], text: str) -> bool:
             if isinstance(message, Notice) and message.text == text:
                 return True
     return False
+
+
+async def test_a_supervisor_whose_run_is_over_is_waited_for_and_not_joined(stage: Stage) -> None:
+    async with supervised(stage) as supervisor:
+        lock = take_lock(stage.folder)
+        assert lock is not None
+        supervisor.end(RunState.STOPPED)
+        await asyncio.wait_for(supervisor.wait_until(lambda s: s.state is RunState.STOPPED), 20)
+        waiting = asyncio.create_task(asyncio.to_thread(wait_if_ending, look_at(stage.folder)))
+        await asyncio.wait({waiting}, timeout=0.5)
+        was_done = waiting.done()
+        os.close(lock)
+        assert await asyncio.wait_for(waiting, 20)
+        assert not was_done
 
 
 @pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b'{"type": "command"}\n', b"\xff\xfe\n"])
