@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,7 +29,7 @@ from grpo_engine.errors import GrpoError
 from grpo_engine.processes import raise_descriptor_limit
 from grpo_engine.ranks.collective_clock import CollectiveClock
 from grpo_engine.ranks.leaving import Leaving, wait_for_gpu
-from grpo_engine.ranks.listeners import closed_to_others
+from grpo_engine.ranks.listeners import close_ports_of_gloo
 from grpo_engine.ranks.place import RankPlace
 from grpo_engine.ranks.positions import OwnPosition
 from grpo_engine.wire.tcp_sockets import connected_stranger, who_has
@@ -85,28 +85,26 @@ class RankGroup:
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
         raise_descriptor_limit()  # Gloo aborts the process when it is out of them
+        close_ports_of_gloo()
         self._limit = limit = timedelta(seconds=timeout_s)
         try:
             with self.position.waiting("the meeting of all ranks"):
                 store = _store(place, limit)
-                # NCCL, and its plugins for networks, may need sockets later that they open here.
-                with nullcontext() if device.startswith("cuda") else closed_to_others():
-                    dist.init_process_group(
-                        "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
-                        store=store,
-                        rank=place.rank,
-                        world_size=place.world_size,
-                        timeout=limit,
-                        device_id=torch.device(device) if device.startswith("cuda") else None,
-                    )
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
+                    store=store,
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    timeout=limit,
+                    device_id=torch.device(device) if device.startswith("cuda") else None,
+                )
         except (RuntimeError, ValueError) as error:
             where = place.store_file or f"{place.master_addr}:{place.master_port}"
             raise RanksFailed(
                 f"rank {place.rank} of {place.world_size}: the ranks did not meet at {where} within {timeout_s:g} s: "
                 f"{error}; look at the logs of the other ranks"
             ) from error
-        with closed_to_others():
-            self.announcements = dist.new_group(backend="gloo", timeout=WAITING_LIMIT)
+        self.announcements = dist.new_group(backend="gloo", timeout=WAITING_LIMIT)
         self._refuse_strangers()
         log.info("rank %d of %d on %s", self.rank, self.size, device)
 
@@ -120,8 +118,7 @@ class RankGroup:
         kind, num_shards = torch.device(self.device).type, self.size // self._num_replicas
         if self._num_replicas == 1:
             return init_device_mesh(kind, (num_shards,), mesh_dim_names=("shard",))
-        with closed_to_others():
-            mesh = init_device_mesh(kind, (self._num_replicas, num_shards), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(kind, (self._num_replicas, num_shards), mesh_dim_names=("replicate", "shard"))
         self._refuse_strangers()  # its groups have connections of their own
         return mesh
 
@@ -215,8 +212,7 @@ class RankGroup:
     def in_background(self) -> BackgroundRanks:
         """The same ranks for another thread of each, beside all that is announced; called on all ranks."""
         if self.size > 1 and self._background is None:
-            with closed_to_others():
-                self._background = dist.new_group(backend="gloo", timeout=WAITING_LIMIT)
+            self._background = dist.new_group(backend="gloo", timeout=WAITING_LIMIT)
             self._refuse_strangers()
         return BackgroundRanks(rank=self.rank, size=self.size, device=self.device, announcements=self._background)
 

@@ -21,9 +21,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
+_CLOSES = "_grpo_closes"
 _EPOLL_CTL_MOD = 3
 _FILES, _FILE_INFORMATION = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 
@@ -44,6 +46,33 @@ class _EpollEvent(ctypes.Structure):
     if platform.machine() == "x86_64":
         _pack_ = 1
     _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
+def close_ports_of_gloo() -> None:
+    """From now on each group of Gloo's that this process makes, also torch and vLLM in it, is `closed_to_others`.
+
+    Gloo, and vLLM, have no setting for it. The constructor is replaced, within which nothing but Gloo opens a port: the
+    functions that call it make groups of NCCL too, and stores at which others may still connect.
+    """
+    if has_closed_ports_of_gloo():
+        return
+    from torch.distributed import ProcessGroupGloo
+
+    original = ProcessGroupGloo.__init__
+
+    def make_and_close(group: Any, *args: Any, **settings: Any) -> None:
+        with closed_to_others():
+            original(group, *args, **settings)
+
+    setattr(make_and_close, _CLOSES, True)
+    ProcessGroupGloo.__init__ = make_and_close  # type: ignore[assignment,method-assign]
+
+
+def has_closed_ports_of_gloo() -> bool:
+    """Whether `close_ports_of_gloo` was called in this process."""
+    from torch.distributed import ProcessGroupGloo
+
+    return hasattr(ProcessGroupGloo.__init__, _CLOSES)
 
 
 @contextmanager

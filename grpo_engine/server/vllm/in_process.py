@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 
 from grpo_engine.bridges.engine import Layer
 from grpo_engine.errors import BridgeError, ConfigError
+from grpo_engine.ranks.listeners import close_ports_of_gloo
 from grpo_engine.ranks.place import LOCAL_RANK, RANK, WORLD_SIZE
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Generation
@@ -61,6 +62,7 @@ class VllmInProcess:
         device = resolve_device(config.device)
         self._sleeps = device.type == "cuda"
         _check_allocator(self._sleeps)
+        close_ports_of_gloo()
         _join_own_group(device)
         settle_environment(config, os.environ)
         os.environ[IN_ONE_PROCESS] = "0"

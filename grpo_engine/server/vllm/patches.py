@@ -29,6 +29,8 @@ class Patch(StrEnum):
     """In the workers (`worker.py`): compute with the weights themselves, not with repacked copies."""
     WATCH_SERVER = "watch_server"
     """In the workers: exit with the server."""
+    CLOSE_PORTS = "close_ports"
+    """In the workers: no connection is accepted at the ports of process groups that have met."""
     HEAR_OUTPUTS = "hear_outputs"
     """In the server (`running.py`): call back for every message of the engine core."""
 
@@ -36,13 +38,14 @@ class Patch(StrEnum):
 _WITHOUT = {
     Patch.KEEP_CPU_WEIGHTS: "vLLM would compute with copies of the weights, and ignore what a trainer writes",
     Patch.WATCH_SERVER: "vLLM's processes would outlive a killed server and keep its memory",
+    Patch.CLOSE_PORTS: "any user of the machine could end it by connections",
     Patch.HEAR_OUTPUTS: "a pause could not wait for all tokens, and /health could not detect a hanging engine",
 }
 
 
 def needed_patches(config: ServerConfig, *, is_cpu: bool) -> frozenset[Patch]:
     """The patches that these settings need."""
-    needed = {Patch.WATCH_SERVER, Patch.HEAR_OUTPUTS}
+    needed = {Patch.WATCH_SERVER, Patch.CLOSE_PORTS, Patch.HEAR_OUTPUTS}
     if is_cpu and config.changes_in_place:
         needed.add(Patch.KEEP_CPU_WEIGHTS)
     return frozenset(needed)

@@ -22,6 +22,7 @@ import psutil
 
 from grpo_engine.errors import BridgeError
 from grpo_engine.processes import ProcessIdentity, ProcessTree, is_resource_tracker, running, terminate, wait_gone
+from grpo_engine.ranks.listeners import close_ports_of_gloo, has_closed_ports_of_gloo
 from grpo_engine.server.vllm.patches import Patch
 from grpo_engine.wire.environment_variables import VLLM_SERVER_VARIABLE, VLLM_SHARE_VARIABLE
 
@@ -239,6 +240,7 @@ class GrpoWorker:
 
         return {
             Patch.KEEP_CPU_WEIGHTS.value: getattr(utils, _PATCHED, False),
+            Patch.CLOSE_PORTS.value: has_closed_ports_of_gloo(),
             Patch.WATCH_SERVER.value: any(thread.name == _WATCH_NAME for thread in threading.enumerate()),
         }
 
@@ -399,6 +401,7 @@ def _set_up_process() -> None:
     if int(pid) == os.getpid():
         return
     watch_server(ProcessIdentity(int(pid), int(start_ticks)))
+    close_ports_of_gloo()
     if os.environ.get(VLLM_SHARE_VARIABLE) == "1":
         from vllm.platforms import current_platform
 

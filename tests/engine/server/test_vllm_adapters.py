@@ -198,6 +198,7 @@ def test_an_adapter_that_vllm_refuses_leaves_the_old_one_served(adapted: Stack, 
         assert_agreement(adapted, PeftModel.from_pretrained(model, other), version=22)
         patches = client.get("/bridge/debug").json()["patches_applied"]
         assert patches["watch_server"]
+        assert patches["close_ports"]
         assert patches["hear_outputs"]
 
 

@@ -11,13 +11,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -532,6 +533,23 @@ def test_half_written_weights_are_not_served_until_they_are_replaced(shared: Sta
         assert client.get("/health").status_code == 200
     assert_agreement(shared, load(shared.model), version=41)
     lock.close()
+
+
+def test_connections_to_the_ports_of_vllms_process_groups_take_none_of_its_descriptors(shared: Stack) -> None:
+    """Any user of the machine had it abort within 3 s, with 20,000 of them one after another."""
+    own = {listening.laddr.port for listening in psutil.Process(shared.server.process.pid).net_connections("tcp")}
+    below = [psutil.Process(identity.pid) for identity in processes_below(shared.server.process.pid)]
+    ports = {one.laddr for each in below for one in each.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+    ports = {each for each in ports if each.port not in own}
+    assert ports
+    before = sum(each.num_fds() for each in below)
+    with ExitStack() as strangers:
+        for address in 10 * list(ports):
+            stranger = strangers.enter_context(socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+            stranger.connect_ex(address)
+        time.sleep(0.2)
+        assert sum(each.num_fds() for each in below) < before + len(ports)
+    assert shared.server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=2)
 
 
 def test_a_pause_ends_with_its_owner(shared: Stack) -> None:

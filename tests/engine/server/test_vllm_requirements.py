@@ -241,7 +241,7 @@ def test_looking_at_vllm_imports_neither_it_nor_torch() -> None:
 
 
 def test_patches_are_needed_by_the_settings() -> None:
-    always = {Patch.WATCH_SERVER, Patch.HEAR_OUTPUTS}
+    always = {Patch.WATCH_SERVER, Patch.CLOSE_PORTS, Patch.HEAR_OUTPUTS}
     assert needed_patches(config(shared_weights=True), is_cpu=True) == always | {Patch.KEEP_CPU_WEIGHTS}
     assert needed_patches(config(shared_weights=True), is_cpu=False) == always
     assert needed_patches(config(), is_cpu=True) == always
@@ -249,10 +249,11 @@ def test_patches_are_needed_by_the_settings() -> None:
 
 def test_a_patch_missing_in_one_worker_is_named_in_the_error() -> None:
     needed = needed_patches(config(), is_cpu=True)
-    in_place = check_patches(needed, {Patch.HEAR_OUTPUTS: True}, [{Patch.WATCH_SERVER: True}] * 2, "0.32.0")
-    assert in_place == {"keep_cpu_weights": False, "watch_server": True, "hear_outputs": True}
-    workers = [{Patch.WATCH_SERVER: True}, {Patch.WATCH_SERVER: False}]
+    whole = {Patch.WATCH_SERVER: True, Patch.CLOSE_PORTS: True}
+    in_place = check_patches(needed, {Patch.HEAR_OUTPUTS: True}, [whole] * 2, "0.32.0")
+    assert in_place == {"keep_cpu_weights": False, "watch_server": True, "close_ports": True, "hear_outputs": True}
+    workers = [whole, whole | {Patch.WATCH_SERVER: False}]
     with pytest.raises(ModelError, match=r"vLLM 0\.32\.0: .*watch_server \(vLLM's processes would outlive"):
         check_patches(needed, {Patch.HEAR_OUTPUTS: True}, workers, "0.32.0")
     with pytest.raises(ModelError, match="hear_outputs"):
-        check_patches(needed, {}, [{Patch.WATCH_SERVER: True}], "0.32.0")
+        check_patches(needed, {}, [whole], "0.32.0")
