@@ -450,7 +450,10 @@ are looked for among the settings of another service."""
 
 
 def checked_url(url: str) -> str:
-    """A URL of a service, as it was given.
+    """A URL of a service, with 127.0.0.1 for `localhost`.
+
+    That name is also ::1, which clients try first. No service of ours listens there, so any user of the machine can, at
+    any time, and would be sent the token by clients that do not look who listens; others would wait.
 
     Raises:
         ValueError: it is none, e.g. since a character of its password is not encoded; the message has no password.
@@ -461,9 +464,11 @@ def checked_url(url: str) -> str:
     except ValueError:  # a port that is no number, or half an address
         is_url = False
     if is_url:
-        return url
+        is_plain = parts.scheme == "http" and parts.hostname == "localhost"  # a certificate has the name
+        netloc = re.sub("(?i)localhost(?=(:[0-9]*)?$)", "127.0.0.1", parts.netloc) if is_plain else parts.netloc
+        return url.replace(parts.netloc, netloc, 1)
     shown = re.sub("^([^/]*//)?.*@", r"\1***@", url, flags=re.DOTALL)
-    how = "write / and @ in a password as %2F and %40" if "@" in url else "write it like http://localhost:9001"
+    how = "write / and @ in a password as %2F and %40" if "@" in url else "write it like http://127.0.0.1:9001"
     raise ValueError(f"{shown!r} is not a URL: {how}")
 
 

@@ -147,10 +147,10 @@ class EnvironmentConfig(SamplingConfig):
     and the items begin again."""
 
     # Addresses
-    rollout_server_url: Url = "http://localhost:8000"
+    rollout_server_url: Url = "http://127.0.0.1:8000"
     """URL of the rollout API."""
     inference_urls: Annotated[Urls, Flag(("--inference-url", "--inference-urls", "--base-url"))] = Field(
-        ("http://localhost:9001",),
+        ("http://127.0.0.1:9001",),
         min_length=1,
         validation_alias=AliasChoices("inference_urls", "inference_url", "base_url"),
     )

@@ -238,7 +238,7 @@ class TrainConfig(Config):
     """CPU threads of torch; unset: torch's own choice, or 2 beside a GPU."""
 
     # Where things are
-    atropos_url: str = "http://localhost:8000"
+    atropos_url: str = "http://127.0.0.1:8000"
     """URL of the rollout API."""
     vllm_port: int = Field(9001, ge=1, le=65535)
     """Port of the inference server on this machine."""
@@ -536,9 +536,7 @@ class TrainConfig(Config):
     @field_validator("atropos_url", "server_urls", "reference_urls", "parameter_urls")
     @classmethod
     def _is_a_url(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        for url in (value,) if isinstance(value, str) else value:
-            checked_url(url)
-        return value
+        return checked_url(value) if isinstance(value, str) else tuple(map(checked_url, value))
 
     @model_validator(mode="after")
     def _hangs_together(self) -> TrainConfig:

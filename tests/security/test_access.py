@@ -19,8 +19,13 @@ from starlette.routing import Route
 from workplace import Workplace, open_workplace, service
 
 from grpo_engine.bridges.transport.server_client import ServerClient
+from grpo_engine.config import Config, checked_url
+from grpo_engine.environments.atropos.config import AtroposEnvConfig
+from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.errors import ConfigError, PeerError
+from grpo_engine.parameters.config import ParametersConfig
 from grpo_engine.serving.access import AccessControl
+from grpo_engine.train.config import TrainConfig
 from grpo_engine.wire.access_token import authorization, find_token, url_with_token, write_token
 from grpo_tui.supervisor.keeper.proc import command_line
 
@@ -127,6 +132,29 @@ async def test_a_token_is_a_bearers_or_the_password_of_a_url(authorization: str,
 def test_a_url_carries_the_token_for_clients_that_set_no_header() -> None:
     assert url_with_token("http://localhost:8000", "a/b") == "http://run:a%2Fb@localhost:8000"
     assert url_with_token("http://localhost:8000", None) == "http://localhost:8000"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("http://localhost:8000", "http://127.0.0.1:8000"),
+        ("http://run:localhost@LocalHost/v1", "http://run:localhost@127.0.0.1/v1"),
+        ("https://localhost:8000", "https://localhost:8000"),
+        ("http://localhost.example:8000/localhost", "http://localhost.example:8000/localhost"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+    ],
+)
+def test_localhost_in_a_url_is_the_address_at_which_services_listen(given: str, meant: str) -> None:
+    """Clients try ::1 first, where any user may listen; an environment of Atropos sent the token there."""
+    assert checked_url(given) == meant
+    assert TrainConfig(model_name="m", training_steps=1, atropos_url=given, server_urls=(given,)).server_urls == (
+        meant,
+    )
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, EnvironmentConfig, AtroposEnvConfig, ParametersConfig])
+def test_no_default_names_localhost(kind: type[Config]) -> None:
+    assert "localhost" not in repr([field.default for field in kind.model_fields.values()])
 
 
 def test_the_variable_wins_over_the_file_and_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:

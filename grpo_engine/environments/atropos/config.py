@@ -61,10 +61,10 @@ class AtroposEnvConfig(Config):
     """Model whose tokenizer and chat template build the prompts: a folder, a hub name, or a locally made model."""
 
     # Addresses
-    rollout_server_url: Url = "http://localhost:8000"
+    rollout_server_url: Url = "http://127.0.0.1:8000"
     """URL of the rollout API."""
     inference_urls: Annotated[Urls, Flag(("--inference-url", "--inference-urls", "--base-url"))] = Field(
-        ("http://localhost:9001",),
+        ("http://127.0.0.1:9001",),
         min_length=1,
         validation_alias=AliasChoices("inference_urls", "inference_url", "base_url"),
     )

@@ -72,7 +72,7 @@ def test_unset_settings_are_left_to_the_environment_and_it_runs_without_end() ->
     assert document["env"] == {
         "tokenizer_name": "tokenizer",
         "use_wandb": False,
-        "rollout_server_url": "http://localhost:8000",
+        "rollout_server_url": "http://127.0.0.1:8000",
         "total_steps": 1_000_000_000,
     }
 
@@ -103,7 +103,7 @@ def test_settings_reach_the_environment_under_their_atropos_names() -> None:
     ]
     assert (environment["wandb_name"], environment["inference_weight"]) == ("sums", 0.5)
     assert (environment["total_steps"], environment["use_wandb"]) == (-1, True)
-    assert environment["rollout_server_url"] == "http://run:a%20token@localhost:8000"
+    assert environment["rollout_server_url"] == "http://run:a%20token@127.0.0.1:8000"
     assert environment["lr"] == 1e-5  # which YAML 1.1 reads as a text where it is not written as 1.0e-05
 
 

@@ -45,7 +45,7 @@ def env(*argv: str) -> EnvironmentConfig:
 def test_a_stock_yaml_file_sets_an_environment_of_ours(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = env("--config", file, "--task", "sort6")
     assert (config.model_name, config.group_size, config.name, config.max_workers) == ("some/model", 8, "math-zero", 24)
-    assert (config.rollout_server_url, config.inference_urls) == ("http://localhost:8002", ("http://localhost:9002",))
+    assert (config.rollout_server_url, config.inference_urls) == ("http://127.0.0.1:8002", ("http://127.0.0.1:9002",))
     assert (config.total_steps, config.use_wandb, config.steps_per_eval, config.api_key) == (None, True, 20, "x")
     assert capsys.readouterr().err.startswith("warning: openai.health_check has no effect here: ")
 
@@ -53,7 +53,7 @@ def test_a_stock_yaml_file_sets_an_environment_of_ours(file: str, capsys: pytest
 def test_dotted_flags_of_stock_environments_go_over_their_file_and_ours_over_both(file: str) -> None:
     stock = ["--env.group_size", "4", "--env.use_wandb", "false", "--openai.base_url", "http://localhost:9001/v1"]
     config = env("--config", file, "--task", "sort6", *stock)
-    assert (config.group_size, config.use_wandb, config.inference_urls) == (4, False, ("http://localhost:9001",))
+    assert (config.group_size, config.use_wandb, config.inference_urls) == (4, False, ("http://127.0.0.1:9001",))
     assert env("--config", file, "--task", "sort6", *stock, "--group-size", "6").group_size == 6
 
 
