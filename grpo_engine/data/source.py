@@ -77,6 +77,7 @@ class RolloutApiSource:
         *,
         token: str | None = None,
         reach_timeout_s: float = 30.0,
+        register_timeout_s: float = 3600.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """Send no request yet.
@@ -84,6 +85,7 @@ class RolloutApiSource:
         Args:
             token: that of the API; absent: as `find_token` finds it.
             reach_timeout_s: how long to wait for the API at the start.
+            register_timeout_s: how long to repeat a registration that the API cannot store, since its disk is full.
         """
         self.url = url.rstrip("/")
         self._http = open_client(
@@ -92,7 +94,7 @@ class RolloutApiSource:
             timeout=_REQUEST_TIMEOUT_S,
             transport=transport,
         )
-        self._reach_timeout_s = reach_timeout_s
+        self._reach_timeout_s, self._register_timeout_s = reach_timeout_s, register_timeout_s
         self._registration: RegisterRequest | None = None
         self._uuid: int | None = None
         self._lease = ""
@@ -164,13 +166,13 @@ class RolloutApiSource:
         wandb_project: str = "",
         stop: Callable[[], bool] = never,
     ) -> None:
-        """Register the run once the API answers; `stop()` ends the wait.
+        """Register the run once the API answers and can store it; `stop()` ends the wait.
 
         Raises:
-            PeerUnavailable: the API does not answer.
+            PeerUnavailable: the API does not answer, or could not store the registration.
             PeerError: the API refuses the registration.
         """
-        self._registration = RegisterRequest(
+        registration = self._registration = RegisterRequest(
             wandb_group=wandb_group,
             wandb_project=wandb_project,
             batch_size=batch_size,
@@ -183,7 +185,18 @@ class RolloutApiSource:
             max_staleness=max_staleness,
         )
         self.wait_until_reachable(stop=stop)
-        self._send_registration(self._registration)
+
+        def send() -> None:
+            try:
+                self._send_registration(registration)
+            except PeerUnavailable as error:
+                self._say(f"{error}; repeated until it is taken")
+                raise
+
+        try:
+            retry(send, self._retry_policy(self._register_timeout_s, stop))
+        except Stopped as why:
+            raise PeerUnavailable(f"{why}; not repeated, since training is stopping") from None
 
     def poll(self, wait_s: float = 0.0, *, policy_version: int | None = None) -> list[ScoredGroup] | None:
         """Ask once for the next batch, which acknowledges the one before; None while there is none.
@@ -403,6 +416,8 @@ class RolloutApiSource:
             answer = self._http.post("/register", json=registration.model_dump())
         except httpx.TransportError as error:
             raise PeerUnavailable(f"{self.url}/register: {str(error) or type(error).__name__}") from None
+        if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            raise PeerUnavailable(f"{self.url}/register: {answer.status_code} {answer.text[:200]}")
         if answer.status_code != httpx.codes.OK:
             raise PeerError(f"{self.url}/register: refused with {answer.status_code} {answer.text[:500]}")
         try:

@@ -216,7 +216,9 @@ def _source(
 ) -> AbstractContextManager[RolloutSource]:
     if sampling is not None:
         return sampling.source(bridge, save_path)
-    return RolloutApiSource(config.atropos_url, reach_timeout_s=config.api_timeout_s)
+    return RolloutApiSource(
+        config.atropos_url, reach_timeout_s=config.api_timeout_s, register_timeout_s=config.batch_timeout_s
+    )
 
 
 def output_folders(config: TrainConfig, now: time.struct_time) -> tuple[Path, Path]:

@@ -9,13 +9,12 @@ from typing import Annotated
 
 import typer
 
-from grpo_engine.config import read_table
-from grpo_engine.errors import ConfigError
 from grpo_tui.cli.arguments import JsonOption, NewOption, SetOption
 from grpo_tui.cli.overrides import own_overrides
 from grpo_tui.cli.printing import write_line
 from grpo_tui.exit_codes import ExitCode
-from grpo_tui.paths import LOGS, available_profiles, new_run_id
+from grpo_tui.paths import LOGS, new_run_id
+from grpo_tui.profile.listed import listed_profiles
 from grpo_tui.profile.loaded import LoadedProfile
 from grpo_tui.profile.loading import load, require_needs
 from grpo_tui.profile.plan import Plan, describe, make_plan, plan_text
@@ -116,11 +115,12 @@ def doctor_command(
 def profiles_command(as_json: JsonOption = False) -> None:
     """List the available profiles with their descriptions."""
     rows = []
-    for name, path in available_profiles().items():
-        try:
-            rows.append((name, str(path), str(read_table(path).get("description", ""))))
-        except ConfigError as error:
-            rows.append((name, str(path), f"not valid: {str(error).splitlines()[0]}"))
+    for listed in listed_profiles():
+        text = str(listed.table.get("description", ""))
+        if (error := listed.error) is not None:
+            why = f"{listed.path}: cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+            text = f"not valid: {why.splitlines()[0]}"
+        rows.append((listed.name, str(listed.path), text))
     if as_json:
         write_line(
             json.dumps([{"name": name, "file": file, "description": text} for name, file, text in rows], indent=1)

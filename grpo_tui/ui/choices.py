@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_engine.config import parsed_table, read_file
-from grpo_engine.errors import ConfigError
 from grpo_engine.installed import has_gpu_driver, is_installed
 from grpo_engine.models.local import missing_source
-from grpo_tui.paths import LOGS, PROFILES, available_profiles, new_run_id
+from grpo_tui.paths import LOGS, PROFILES, new_run_id
+from grpo_tui.profile.listed import ListedProfile, listed_profiles
+from grpo_tui.view.format import shortened
 
 EDITORS = ("nano", "vim", "vi")
 """Where neither VISUAL nor EDITOR names one."""
+MAX_HEAD_BYTES, MAX_DESCRIPTION = 16_384, 500
+"""Of what a profile, which may be somebody else's work, says of itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ class ProfileChoice:
 
 def profile_choices() -> list[ProfileChoice]:
     """Every profile that can be started by name, those that can run on this machine first. Blocks while it reads."""
-    choices = [_profile_choice(name, path) for name, path in available_profiles().items()]
+    choices = [_profile_choice(listed) for listed in listed_profiles()]
     return sorted(choices, key=lambda choice: (choice.error is not None, choice.lack is not None))
 
 
@@ -102,17 +104,16 @@ def editor_command(environment: Mapping[str, str]) -> list[str]:
     return said or [next(found, EDITORS[-1])]
 
 
-def _profile_choice(name: str, path: Path) -> ProfileChoice:
-    try:
-        content = read_file(path)
-        head = itertools.takewhile(lambda line: line.startswith("#"), content.decode(errors="replace").splitlines())
-        words = tuple(_paragraphs(line.removeprefix("#").removeprefix(" ").rstrip() for line in head))
-        table = parsed_table(content, path)
-        description = str(table.get("description", ""))
-    except (OSError, ConfigError) as error:
-        reason = str(getattr(error, "strerror", None) or error).splitlines()[0]
+def _profile_choice(listed: ListedProfile) -> ProfileChoice:
+    name, path = listed.name, listed.path
+    if listed.error is not None:
+        reason = str(getattr(listed.error, "strerror", None) or listed.error).splitlines()[0]
         return ProfileChoice(name=name, path=path, description="cannot be read", words=(reason,), error=reason)
-    lack, note = _lack(table)
+    begin = listed.content[:MAX_HEAD_BYTES].decode(errors="replace").splitlines()
+    head = itertools.takewhile(lambda line: line.startswith("#"), begin)
+    words = tuple(_paragraphs(line.removeprefix("#").removeprefix(" ").rstrip() for line in head))
+    description = shortened(str(listed.table.get("description", "")), MAX_DESCRIPTION)
+    lack, note = _lack(listed.table)
     return ProfileChoice(name=name, path=path, description=description, words=words, lack=lack, lack_note=note)
 
 

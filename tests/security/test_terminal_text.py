@@ -23,7 +23,8 @@ from grpo_tui.cli import follow
 from grpo_tui.cli.metrics import StepTable, metrics_command
 from grpo_tui.cli.printing import table
 from grpo_tui.supervisor.state_file import read_state
-from grpo_tui.ui.terminal.paste_parser import MAX_PASTED, PasteParser
+from grpo_tui.ui.terminal.paste_parser import MAX_PASTED, MAX_SIZE, PasteParser
+from grpo_tui.ui.terminal.resumable_driver import ResumableDriver
 from grpo_tui.view.logs.tail import as_text, on_terminal
 
 HIDDEN = "\u202e\u200b\U000e0041\u2028\ufeff\u2066\x9b"
@@ -187,6 +188,17 @@ def test_a_size_that_no_terminal_has_is_ignored() -> None:
     """Textual makes every cell of it: 15 GB, until the memory ended."""
     reported = [*PasteParser().feed("\x1b[48;99999;99999;0;0t\x1b[48;24;80;480;800t")]
     assert [message.size for message in reported if isinstance(message, events.Resize)] == [(80, 24)]
+
+
+def test_of_a_terminal_that_says_it_has_65535_columns_and_rows_a_part_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Textual made every cell of it: 2.4 GB within two minutes, in which no key was read."""
+    monkeypatch.setenv("COLUMNS", "65535")
+    monkeypatch.setenv("LINES", "65535")
+    driver = ResumableDriver.__new__(ResumableDriver)
+    assert driver._get_terminal_size() == MAX_SIZE
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    assert driver._get_terminal_size() == (80, 24)
 
 
 def test_a_key_that_is_no_character_ends_no_screen() -> None:

@@ -66,3 +66,5 @@ def test_ascii_characters_keep_their_columns() -> None:
 
 def test_text_wraps_at_words_and_cuts_words_that_do_not_fit() -> None:
     assert wrapped("a bb ccc dddddddd e", 4) == ["a bb", "ccc", "dddd", "dddd", "e"]
+    assert wrapped("a 日本語 b", 4) == ["a", "日本", "語 b"]  # of two cells each
+    assert wrapped("日本 b", 1) == ["日", "本", "b"]

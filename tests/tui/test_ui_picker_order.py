@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from textual.widgets import Input, OptionList
 
+from grpo_tui.cli.planning import profiles_command
+from grpo_tui.profile import listed
 from grpo_tui.ui import choices
 from grpo_tui.ui.choices import profile_choices
 from grpo_tui.ui.screens.picker import PickerApp
@@ -56,6 +58,36 @@ def test_a_pipe_or_a_file_without_end_among_the_profiles_is_not_waited_for(
     assert errors["pipe"] == "not a regular file"
     assert errors["long"] == "longer than 4,194,304 bytes"
     assert errors["tiny-cpu"] is None
+
+
+@pytest.mark.parametrize("head", ["#" + "x" * 3_000_000, "#  a\n" * 600_000], ids=["one word", "lines"])
+def test_a_profile_that_says_megabytes_of_itself_holds_no_list_of_profiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head: str
+) -> None:
+    """The comment that opens it was joined and wrapped in time proportional to its square: the screen hung."""
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "long.toml").write_text(f'{head}\ndescription = "{"d" * 900_000}"\n')
+    monkeypatch.chdir(tmp_path)
+    (found,) = (choice for choice in profile_choices() if choice.name == "long")
+    assert found.error is None
+    assert sum(map(len, found.words)) <= choices.MAX_HEAD_BYTES
+    assert len(found.description) <= choices.MAX_DESCRIPTION
+
+
+def test_of_profiles_that_are_too_long_together_the_longest_are_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Forty of them, of 29 MB, held `grpo-tui profiles` for 147 s."""
+    (tmp_path / "profiles").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "profiles" / f"{name}.toml").write_text("#" * 300_000)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(listed, "MAX_LISTED_BYTES", 500_000)
+    errors = {choice.name: choice.error for choice in profile_choices()}
+    assert (errors["a"], errors["tiny-cpu"]) == (None, None)
+    assert errors["b"] == "the profiles here have more than 500,000 bytes together"
+    profiles_command()
+    assert f"b{' ' * 22}not valid: profiles/b.toml: cannot be read: the profiles here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("has_driver", [True, False])

@@ -13,6 +13,7 @@ from textual import events
 from textual._xterm_parser import BRACKETED_PASTE_END as END
 from textual._xterm_parser import BRACKETED_PASTE_START as START
 from textual._xterm_parser import XTermParser
+from textual.geometry import Size
 from textual.keys import Keys
 from textual.message import Message
 
@@ -20,8 +21,8 @@ from grpo_engine.wire.terminal_text import printable
 
 MAX_PASTED = 4096
 """Characters."""
-MAX_CELLS = 4096
-"""Columns or rows that a terminal may report: Textual makes every cell."""
+MAX_SIZE = Size(4096, 1024)
+"""Columns and rows that a terminal may have: Textual makes every cell. Larger than any display."""
 
 
 class PasteParser(XTermParser):
@@ -69,5 +70,5 @@ class PasteParser(XTermParser):
 def _is_taken(message: Message) -> bool:
     """Whether it is neither a paste, which is read here, nor a size that no terminal has."""
     if isinstance(message, events.Resize):
-        return max(message.size) <= MAX_CELLS
+        return message.size.width <= MAX_SIZE.width and message.size.height <= MAX_SIZE.height
     return not isinstance(message, events.Paste)

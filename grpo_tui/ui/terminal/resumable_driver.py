@@ -16,7 +16,7 @@ from typing import Any
 from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 
-from grpo_tui.ui.terminal.paste_parser import PasteParser
+from grpo_tui.ui.terminal.paste_parser import MAX_SIZE, PasteParser
 
 SAVES_TITLE, RESTORES_TITLE = "\x1b[22;0t", "\x1b[23;0t"
 """XTWINOPS: push and pop the titles of icon and window."""
@@ -34,6 +34,11 @@ class ResumableDriver(LinuxDriver):
         super().__init__(*args, **options)
         if sys.__stderr__ is None or not sys.__stderr__.isatty():
             self._file = sys.__stdout__
+
+    def _get_terminal_size(self) -> tuple[int, int]:
+        """The part of the terminal that is used, which may say that it has 65,535 columns and rows."""
+        width, height = super()._get_terminal_size()
+        return min(width, MAX_SIZE.width), min(height, MAX_SIZE.height)
 
     def start_application_mode(self) -> None:
         """Save the title of the terminal too."""

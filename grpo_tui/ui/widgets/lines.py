@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Generic
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, chop_cells, set_cell_size
 from textual import events
 from textual.content import Content
 from textual.geometry import Region
@@ -199,9 +199,10 @@ def wrapped(text: str, width: int) -> list[str]:
     rows: list[str] = []
     row = ""
     for word in text.split():
-        while cell_len(word) > max(1, width):
-            rows += [row] if row else []
-            row, rows, word = "", [*rows, word[: max(1, width)]], word[max(1, width) :]
+        if cell_len(word) > max(1, width):
+            *cut, word = filter(None, chop_cells(word, max(1, width)))  # in time proportional to it
+            rows += [row, *cut] if row else cut
+            row = ""
         if row and cell_len(row) + 1 + cell_len(word) > width:
             rows.append(row)
             row = word

@@ -222,6 +222,23 @@ def test_a_refused_request_is_an_error_and_not_retried_as_an_absent_api() -> Non
     source.close()
 
 
+def test_a_registration_that_the_api_cannot_store_is_repeated_until_it_can() -> None:
+    """A disk that was full as the trainer registered ended the run; posts and batches wait for space."""
+    answers = iter([503, 503, 503, 200])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/info":
+            return httpx.Response(200, json={})
+        return httpx.Response(next(answers), json={"uuid": 7})
+
+    with RolloutApiSource("http://api.test", transport=httpx.MockTransport(answer)) as source:
+        source.register(**RUN)
+        assert next(answers, None) is None
+        answers = iter([503])
+        with pytest.raises(PeerUnavailable, match=r"503.*not repeated, since training is stopping"):
+            source.register(**RUN, stop=lambda: True)
+
+
 def test_the_token_of_the_environment_variable_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_API_TOKEN", "secret")
     with served_api(token="secret") as url, RolloutApiSource(url) as source:
