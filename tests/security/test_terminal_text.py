@@ -24,7 +24,6 @@ from grpo_tui.cli.metrics import StepTable, metrics_command
 from grpo_tui.cli.printing import table
 from grpo_tui.supervisor.state_file import read_state
 from grpo_tui.ui.terminal.paste_parser import MAX_PASTED, MAX_SIZE, PasteParser
-from grpo_tui.ui.terminal.paste_parser import MAX_CELLS, MAX_PASTED, PasteParser
 from grpo_tui.ui.terminal.resumable_driver import ResumableDriver
 from grpo_tui.view.logs.tail import as_text, on_terminal
 
@@ -183,16 +182,6 @@ def test_a_mouse_event_after_a_size_of_0_is_ignored_and_ends_no_screen(report: s
     parser = PasteParser()
     found = [*parser.feed(f"\x1b[48;{report}t"), *parser.feed("\x1b[<0;5;5M"), *parser.feed("a")]
     assert [type(event) for event in found] == [events.Resize, events.Key]
-
-
-def test_a_terminal_of_65535_rows_and_columns_is_drawn_on_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Textual makes every cell: the screen took more than 2.3 GB within 40 s, in which no key left it."""
-    monkeypatch.setenv("COLUMNS", "65535")
-    monkeypatch.setenv("LINES", "65535")
-    driver = object.__new__(ResumableDriver)
-    assert driver._get_terminal_size() == (MAX_CELLS, MAX_CELLS)
-    monkeypatch.setenv("LINES", "24")
-    assert driver._get_terminal_size() == (MAX_CELLS, 24)
 
 
 def test_a_size_that_no_terminal_has_is_ignored() -> None:

@@ -17,7 +17,6 @@ from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 
 from grpo_tui.ui.terminal.paste_parser import MAX_SIZE, PasteParser
-from grpo_tui.ui.terminal.paste_parser import MAX_CELLS, PasteParser
 
 SAVES_TITLE, RESTORES_TITLE = "\x1b[22;0t", "\x1b[23;0t"
 """XTWINOPS: push and pop the titles of icon and window."""
@@ -57,11 +56,6 @@ class ResumableDriver(LinuxDriver):
         """Set the title of the terminal; `text` has no control characters."""
         if self._writer_thread is not None:
             self.write(f"\x1b]0;{text}\x07")
-
-    def _get_terminal_size(self) -> tuple[int, int]:
-        """Columns and rows: those that the kernel has of the terminal, or variables (`COLUMNS`), may be any number."""
-        columns, rows = super()._get_terminal_size()
-        return min(columns, MAX_CELLS), min(rows, MAX_CELLS)
 
     def run_input_thread(self) -> None:
         """Read keys; a byte that is no UTF-8 is one that means nothing, and nothing in a paste is a key.
