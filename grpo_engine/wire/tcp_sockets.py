@@ -15,6 +15,7 @@ import pwd
 import socket
 import stat
 import struct
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from itertools import takewhile
@@ -28,6 +29,10 @@ _TABLES = Path("/proc/net")
 _NAMES = ("tcp", "tcp6")
 _LISTENING = "0A"
 ROOT = 0
+_MOST_OTHERS = 4
+"""Processes of other users that are named as holders of a socket."""
+_OTHERS_WITHIN_S = 1.0
+"""For which their descriptors are looked at."""
 
 
 def machine_address() -> str:
@@ -145,15 +150,38 @@ def who_has(held: TcpSocket) -> str:
 
 
 def socket_owners(inodes: Iterable[int]) -> dict[int, list[int]]:
-    """For each socket inode the pids that hold it open, as far as permissions allow."""
+    """For each socket inode the pids that hold it open, as far as permissions allow.
+
+    All of this user's, and a few of others, which are only named: root can look at theirs, of which one user may have
+    tens of millions.
+    """
     owners: dict[int, list[int]] = {inode: [] for inode in inodes}
     links = {f"socket:[{inode}]": inode for inode in owners}
     if not links:
         return owners
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
-        for inode in {links[link] for link in map(_link, _descriptors(f"/proc/{pid}/fd")) if link in links}:
-            owners[inode].append(pid)
+    pids = sorted((_is_of_another(pid), pid) for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))))
+    until: float | None = None
+    for is_of_another, pid in pids:
+        if until is None and is_of_another:
+            until = time.monotonic() + _OTHERS_WITHIN_S
+        for number, path in enumerate(_descriptors(f"/proc/{pid}/fd")):
+            if until is not None and number % 1024 == 0 and time.monotonic() > until:
+                return owners
+            inode = links.get(_link(path))
+            if inode is not None and pid not in owners[inode]:
+                owners[inode].append(pid)
+        if until is not None and all(len(found) >= _MOST_OTHERS for found in owners.values()):
+            return owners
     return owners
+
+
+def _is_of_another(pid: int) -> bool:
+    """Whether the real user of a process is another one; the owner of its files may be root whoever that is."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith(b"Uid:")) != os.getuid()
+    except (OSError, StopIteration):
+        return True  # it is gone
 
 
 def user_name(uid: int) -> str:

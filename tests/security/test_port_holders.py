@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -76,6 +77,54 @@ def seen(tmp_path: Path, *rows: str, peer: str = "127.0.0.1", own: tuple[str, in
         (tmp_path / name).write_text(HEADER + "".join(mine))
     found = stranger_behind((peer, 9001), own, tables=tmp_path)
     return None if found is None else found.uid
+
+
+HOARDER = """
+import os, signal, socket, sys
+os.setuid(int(sys.argv[1]))
+signal.alarm(60)
+listener = socket.create_server(("127.0.0.1", int(sys.argv[2])))
+null = os.open("/dev/null", os.O_RDONLY)
+while os.dup(null) < 900:
+    pass
+for _ in range(20):
+    if os.fork() == 0:
+        signal.alarm(60)
+        signal.pause()
+print("up", flush=True)
+signal.pause()
+"""
+"""Has a port, in 21 processes with many descriptors."""
+
+
+@as_root
+@pytest.mark.parametrize(("within_s", "num_found"), [(60.0, 4), (0.0, 0)])
+def test_descriptors_of_another_user_are_not_looked_at_without_end(
+    within_s: float, num_found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 million of them, in 400 processes, took each look who has a port 32 s, a refused start a minute."""
+    read, num_read = tcp_sockets._link, 0
+
+    def count(path: str) -> str:
+        nonlocal num_read
+        link = read(path)
+        num_read += link == "/dev/null"
+        return link
+
+    port = free_port()
+    words = [sys.executable, "-c", HOARDER, str(NOBODY), str(port)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            (held,) = listening_sockets([port])
+            monkeypatch.setattr(tcp_sockets, "_link", count)
+            monkeypatch.setattr(tcp_sockets, "_OTHERS_WITHIN_S", within_s, raising=False)
+            found = tcp_sockets.socket_owners([held.inode])[held.inode]
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert len(found) == num_found
+    assert num_read < 10 * 900
 
 
 # --- whose the listening socket is -----------------------------------------------------------------------------------
