@@ -30,7 +30,7 @@ def test_services_of_a_policy_are_connected_and_have_a_folder_of_their_own(tmp_p
         assert flag(argv[api], "--store") == str(folder / "rollouts.sqlite")
         assert flag(argv[server], "--handover") == flag(argv[trainer], "--handover") == str(folder / "handover")
         assert flag(argv[trainer], "--run-folder") == str(folder)
-        assert (flag(argv[trainer], "--atropos-url") or url) == (url or "http://127.0.0.1:8000")
+        assert flag(argv[trainer], "--atropos-url") == url  # none: its default is the first API
         assert flag(argv[trainer], "--vllm-port") == port
     env = argv["env"]
     assert flag(env, "--rollout-server-url") == "http://127.0.0.1:8000"
