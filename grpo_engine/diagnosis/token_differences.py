@@ -25,6 +25,8 @@ SURPRISED = math.log(0.05)
 """… and one that gave it less had hardly thought of it."""
 NO_LOGPROB = 1e-3
 """A log-probability is never positive; what is, above rounding, is the mark of a token that has none."""
+FARTHEST_LOGPROB = 3.5e38
+"""No float32 is larger, in which both sides compute; no float holds the sum or square of any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +182,7 @@ def group_tokens(group: RolloutLine, trained_version: int | None) -> GroupTokens
         found: list[tuple[float, int, int]] = []
         pairs = zip(one.training_logprobs, one.inference_logprobs, strict=False)
         for position, (ours, theirs) in enumerate(pairs):
-            if not (math.isfinite(ours) and math.isfinite(theirs)) or theirs > NO_LOGPROB:
+            if not (_is_number(ours) and _is_number(theirs)) or theirs > NO_LOGPROB:
                 num_without += 1
                 continue
             training.append(ours)
@@ -212,7 +214,11 @@ def _has_ended(one: SampledCompletion) -> bool:
     last = len(one.token_ids) - 1
     if one.is_truncated or not 0 <= last < min(len(one.training_logprobs), len(one.inference_logprobs)):
         return False
-    return math.isfinite(one.training_logprobs[last]) and one.inference_logprobs[last] <= NO_LOGPROB
+    return _is_number(one.training_logprobs[last]) and one.inference_logprobs[last] <= NO_LOGPROB
+
+
+def _is_number(logprob: float) -> bool:
+    return abs(logprob) <= FARTHEST_LOGPROB  # NaN is not
 
 
 def _worst_tokens(

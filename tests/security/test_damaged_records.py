@@ -120,6 +120,15 @@ def test_a_reward_that_is_no_number_leaves_the_rest_of_its_group(reward: object,
     assert [one.text for one in read.group.completions] == ["a word", "a word"]
 
 
+@pytest.mark.parametrize("name", ["reward", "advantage"])
+def test_a_completion_without_reward_or_advantage_ends_no_screen(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    damaged = {key: value for key, value in COMPLETION.items() if key != name}
+    path.write_text("".join(f"{json.dumps({**GROUP, 'completions': [each]})}\n" for each in (damaged, COMPLETION)))
+    groups = [RolloutReader(path).look(GroupFilter(), index).group for index in range(2)]
+    assert [group is None for group in groups] == [True, False]
+
+
 @pytest.mark.parametrize("pid", [-1, 0, 2**31, HUGE])
 def test_a_ledger_or_keeper_names_only_pids_that_a_kernel_gives(pid: int) -> None:
     keeper = {"service": "a", "attempt": 1, "state": "running", "main": None, "started_at": 0, "ended_at": None,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from group_fakes import completion, group, write_groups
 
+from grpo_engine.diagnosis.token_differences import AlignmentNumbers, alignment_numbers, group_tokens
 from grpo_tui.ui.widgets.rollout_list import BAR_WIDTH, reward_bars
 from grpo_tui.view.logs.folding import CHARACTERS_A_CELL
 from grpo_tui.view.rollouts import file as rollout_file
@@ -30,6 +31,27 @@ def _file_of(folder: Path, **changes: Any) -> RolloutFile:
 def test_rewards_whose_difference_no_float_holds_end_no_screen() -> None:
     most = 1.7e308
     assert reward_bars((-most, 0.0, most, math.nan, math.inf), BAR_WIDTH, (-most, most)) == "▁▅█?█"
+
+
+def _alignment(training: list[float], inference: list[float]) -> AlignmentNumbers | None:
+    sampled = completion("abc", training_logprobs=training, inference_logprobs=inference)
+    return alignment_numbers([group_tokens(group(1).model_copy(update={"completions": [sampled]}), 0)])
+
+
+@pytest.mark.parametrize("far", [1e155, -1e155, 1.7e308, -1.7e308])
+def test_logprobs_whose_square_no_float_holds_end_no_screen(far: float) -> None:
+    """A file with some of them ended the screen of alignment."""
+    numbers = _alignment([far, -0.5], [-0.5, -0.4])
+    assert numbers is not None
+    assert (numbers.all.num, numbers.num_without) == (1, 1)
+    assert _alignment([far, -0.5], [-0.5, -abs(far)]) is None
+
+
+def test_the_farthest_logprobs_of_a_float32_end_no_screen() -> None:
+    numbers = _alignment([3.4e38, -0.5], [-3.4e38, -0.4])
+    assert numbers is not None
+    assert numbers.num_without == 0
+    assert numbers.line is not None
 
 
 def test_the_question_of_a_prompt_is_found_in_linear_time() -> None:

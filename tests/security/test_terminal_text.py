@@ -12,6 +12,9 @@ from types import SimpleNamespace
 import pytest
 import typer
 from textual import events
+from textual.app import App
+from textual.drivers.linux_driver import LinuxDriver
+from textual.message import Message
 
 from grpo_engine import cli
 from grpo_engine.check.report import Report, finding_lines
@@ -24,7 +27,7 @@ from grpo_tui.cli.metrics import StepTable, metrics_command
 from grpo_tui.cli.printing import table
 from grpo_tui.supervisor.state_file import read_state
 from grpo_tui.ui.terminal.paste_parser import MAX_PASTED, MAX_SIZE, PasteParser
-from grpo_tui.ui.terminal.resumable_driver import ResumableDriver
+from grpo_tui.ui.terminal.resumable_driver import MAX_WAITING, ResumableDriver
 from grpo_tui.view.logs.tail import as_text, on_terminal
 
 HIDDEN = "\u202e\u200b\U000e0041\u2028\ufeff\u2066\x9b"
@@ -199,6 +202,24 @@ def test_of_a_terminal_that_says_it_has_65535_columns_and_rows_a_part_is_used(mo
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     assert driver._get_terminal_size() == (80, 24)
+
+
+async def test_of_keys_that_come_faster_than_they_are_handled_some_wait_and_the_rest_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """70 kB of them kept the screen for more than 90 s from reading the next one."""
+    waiting: list[Message] = []
+    monkeypatch.setattr(LinuxDriver, "process_message", lambda driver, message: waiting.append(message))
+    driver = ResumableDriver(App(), size=(80, 24))
+    for typed in ("w" * 5000, "\x1b[<35;1;1M", "\x1b[200~a paste\x1b[201~", "\x1b[48;24;80;480;800t"):
+        for message in PasteParser().feed(typed):
+            driver.process_message(message)
+    del message
+    assert [type(each) for each in waiting] == [*[events.Key] * MAX_WAITING, events.Paste, events.Resize]
+    del waiting[:1]  # it is handled
+    driver.process_message(events.Key("q", "q"))
+    driver.process_message(events.Key("z", "z"))
+    assert [each.key for each in waiting if isinstance(each, events.Key)] == [*["w"] * (MAX_WAITING - 1), "q"]
 
 
 def test_a_key_that_is_no_character_ends_no_screen() -> None:

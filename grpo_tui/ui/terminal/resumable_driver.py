@@ -12,14 +12,20 @@ import sys
 from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
+from textual.events import InputEvent
+from textual.message import Message
 
 from grpo_tui.ui.terminal.paste_parser import MAX_SIZE, PasteParser
 
 SAVES_TITLE, RESTORES_TITLE = "\x1b[22;0t", "\x1b[23;0t"
 """XTWINOPS: push and pop the titles of icon and window."""
+MAX_WAITING = 1024
+"""Keys and events of the mouse that were read and are not handled yet. Text that a terminal without bracketed paste has
+pasted is as many keys, each of which takes 2 kB and some milliseconds."""
 
 
 class ResumableDriver(LinuxDriver):
@@ -34,11 +40,21 @@ class ResumableDriver(LinuxDriver):
         super().__init__(*args, **options)
         if sys.__stderr__ is None or not sys.__stderr__.isatty():
             self._file = sys.__stdout__
+        self._waiting: WeakSet[InputEvent] = WeakSet()
+        """In whatever queue of Textual they are; an event ends when it is handled."""
 
     def _get_terminal_size(self) -> tuple[int, int]:
         """The part of the terminal that is used, which may say that it has 65,535 columns and rows."""
         width, height = super()._get_terminal_size()
         return min(width, MAX_SIZE.width), min(height, MAX_SIZE.height)
+
+    def process_message(self, message: Message) -> None:
+        """Send on what was read, in its thread; a key or event of the mouse is dropped while too many wait."""
+        if isinstance(message, InputEvent):
+            if len(self._waiting) >= MAX_WAITING:
+                return
+            self._waiting.add(message)
+        super().process_message(message)
 
     def start_application_mode(self) -> None:
         """Save the title of the terminal too."""

@@ -335,7 +335,9 @@ def _record(line: bytes) -> dict[str, Any]:
 
 def _with_nan(completion: dict[str, object]) -> dict[str, object]:
     """A completion with NaN for the numbers of which it says nothing."""
-    numbers = {name: _number(completion[name]) for name in ("reward", "advantage")}
+    numbers: dict[str, float] = {
+        name: _number(completion[name]) for name in ("reward", "advantage") if name in completion
+    }
     lists = {
         name: [_number(value) for value in values]
         for name in NUMBER_LISTS
