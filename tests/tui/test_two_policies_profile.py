@@ -23,6 +23,7 @@ def test_services_of_a_policy_are_connected_and_have_a_folder_of_their_own(tmp_p
     plan = make_plan(load(PROFILE, ["bridge.mode=none"]), run_folder=tmp_path, python=sys.executable)
     argv = {launch.name: launch.argv for launch in plan.launches}
     of_mafia = tmp_path / "policies" / "mafia"
+    # No flag where the value is the default: the first API and server.
     for api, server, trainer, folder, url, port in (
         ("api", "vllm", "trainer", tmp_path, None, None),
         ("api-mafia", "vllm-mafia", "trainer-mafia", of_mafia, "http://127.0.0.1:8001", "9002"),
@@ -30,11 +31,11 @@ def test_services_of_a_policy_are_connected_and_have_a_folder_of_their_own(tmp_p
         assert flag(argv[api], "--store") == str(folder / "rollouts.sqlite")
         assert flag(argv[server], "--handover") == flag(argv[trainer], "--handover") == str(folder / "handover")
         assert flag(argv[trainer], "--run-folder") == str(folder)
-        assert flag(argv[trainer], "--atropos-url") == url  # none: its default is the first API
+        assert flag(argv[trainer], "--atropos-url") == url
         assert flag(argv[trainer], "--vllm-port") == port
     env = argv["env"]
-    assert flag(env, "--rollout-server-url") == "http://127.0.0.1:8000"
-    assert flag(env, "--inference-url") == "http://127.0.0.1:9001"
+    assert flag(env, "--rollout-server-url") is None
+    assert flag(env, "--inference-url") is None
     assert flag(env, "--opponent-url") == "http://127.0.0.1:9002"
     assert flag(env, "--opponent-rollout-server-url") == "http://127.0.0.1:8001"
 
