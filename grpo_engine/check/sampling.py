@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
@@ -308,7 +309,12 @@ class _LoraStatus(Message):
     active_adapter_name: str | None = None
 
 
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
+"""As a tokenizer decodes it, whether or not the model has it."""
+
+
 class _Generated(Completions):
+    prompt_token_ids: list[_Token] | None = None
     logprobs: list[list[list[dict[str, float]]]] | None = None
     """Unchecked, since the check reports invalid values."""
 
@@ -321,7 +327,7 @@ class _ChatRequest(Message):
 
 
 class _ChatTokens(Message):
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[_Token]
 
 
 class _Version(Message):
@@ -371,4 +377,4 @@ class _TokenizeRequest(Message):
 
 
 class _Tokenized(Message):
-    tokens: list[int]
+    tokens: list[_Token]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_engine.wire.metrics import RolloutLine, SampledCompletion
+from grpo_engine.wire.rollouts import LARGEST_NUMBER
 
 NUM_WORST = 40
 """Tokens that are told one by one."""
@@ -25,8 +26,6 @@ SURPRISED = math.log(0.05)
 """… and one that gave it less had hardly thought of it."""
 NO_LOGPROB = 1e-3
 """A log-probability is never positive; what is, above rounding, is the mark of a token that has none."""
-FARTHEST_LOGPROB = 3.5e38
-"""No float32 is larger, in which both sides compute; no float holds the sum or square of any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +217,7 @@ def _has_ended(one: SampledCompletion) -> bool:
 
 
 def _is_number(logprob: float) -> bool:
-    return abs(logprob) <= FARTHEST_LOGPROB  # NaN is not
+    return abs(logprob) <= LARGEST_NUMBER  # NaN is not; no float holds the square of any number
 
 
 def _worst_tokens(

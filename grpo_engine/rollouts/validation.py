@@ -18,12 +18,10 @@ from pydantic import ValidationError
 
 from grpo_engine.rollouts.stock.scored_data import parse_json, with_numbers
 from grpo_engine.wire.codec import shortened
-from grpo_engine.wire.rollouts import LARGEST_WHOLE, MASKED_LABEL, ScoredGroup
+from grpo_engine.wire.rollouts import LARGEST_NUMBER, LARGEST_WHOLE, MASKED_LABEL, ScoredGroup
 
 TOKEN_BOUND = 2**31
 """Above every vocabulary, and the bound of an int32 tensor."""
-LARGEST = 3.4028234663852886e38
-"""Largest float32: a reward beyond it would be infinite in the trainer."""
 MAX_GROUPS_A_POST = 1024
 """Ours have 64. A post is queued in one go, which holds the event loop: for 40 s by 250,000 groups, 44 kB of gzip."""
 _GZIP_WINDOW = 31
@@ -63,7 +61,7 @@ _Token = Annotated[int, msgspec.Meta(ge=0, lt=TOKEN_BOUND)]
 _Version = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_WHOLE)]
 _Label = Annotated[int, msgspec.Meta(ge=-TOKEN_BOUND, lt=TOKEN_BOUND)]
 _Id = Annotated[int, msgspec.Meta(ge=-LARGEST_WHOLE, le=LARGEST_WHOLE)]
-_Number = Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)]  # refuses NaN and infinities too
+_Number = Annotated[float, msgspec.Meta(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]  # refuses NaN and infinities too
 _BOUNDED: dict[str, Any] = {
     "tokens": list[list[_Token]],
     "masks": list[list[_Label]],

@@ -20,6 +20,8 @@ MASKED_LABEL = -100
 """Label of a position that is not trained, in `ScoredGroup.masks`."""
 MASKED_LOGPROB = 1.0
 """Log-probability at such a position: a real one is never positive."""
+LARGEST_NUMBER = 3.4028234663852886e38
+"""Largest float32: a log-probability or reward beyond it would be infinite in the trainer."""
 LARGEST_WHOLE = 2**53
 Whole = Annotated[int, Field(ge=-LARGEST_WHOLE, le=LARGEST_WHOLE)]
 """An integer that JSON readers with double-precision numbers keep exact."""

@@ -32,7 +32,7 @@ from grpo_engine.bridges.transport.adapter import AdapterBridge
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.bridges.transport.server_control import SupervisedServer
 from grpo_engine.bridges.transport.turns import TurnsBridge, dtype_of_weights
-from grpo_engine.check.sampling import CheckedServer
+from grpo_engine.check.sampling import CheckedServer, ServerKind
 from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.environments import generating
 from grpo_engine.environments.main import work
@@ -109,6 +109,14 @@ async def test_a_model_without_finite_log_probabilities_ends_the_environment_wit
         async with asyncio.timeout(60):
             with pytest.raises(NotFinite, match="its log-probability is nan, so the model overflows"):
                 await work(settings(api, inference), FakeTokenizer())
+
+
+@pytest.mark.parametrize("logprob", [1e39, -1e39, -1e300])
+def test_a_log_probability_that_no_float32_holds_is_not_finite(logprob: float) -> None:
+    """The rollout API refused its group, which ended the environment."""
+    answer = Completions.model_validate({**ONE, "logprobs": [[[{"7": logprob}], [{"0": -0.5}]]]})
+    with pytest.raises(NotFinite, match="so the model overflows"):
+        check_completions(answer, 1, "inference server")
 
 
 @pytest.mark.parametrize("version", [2**53 + 1, 2**63, -1])
@@ -379,6 +387,25 @@ ANSWER: dict[str, Any] = {
 CHOICE: dict[str, Any] = {
     "index": 0, "finish_reason": "length", "logprobs": {"tokens": ["token_id:5"], "token_logprobs": [-1.0]},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 2**70])
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("is_vllm", [False, True])
+def test_tokens_of_a_text_that_no_tokenizer_decodes_end_no_check_with_a_traceback(
+    token: int, is_chat: bool, is_vllm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = {"prompt_token_ids": [5, token], "tokens": [5, token]}
+
+    def ask(method: str, path: str, body: object, kind: type[Message]) -> Message:
+        models = {"data": [{"id": "m"}]} if path == "/v1/models" else {}
+        return kind.model_validate_json(json.dumps({**ANSWER, "version": "1", **models, **wrong}))
+
+    server = CheckedServer("http://127.0.0.1:9", patience_s=1, vocab_size=300)
+    monkeypatch.setattr(server._client, "ask", ask)
+    server._kind = ServerKind.VLLM if is_vllm else ServerKind.OURS
+    with pytest.raises(ValidationError, match=r"(prompt_token_ids|tokens)\.1"):
+        _ = server.encode_chat([{"role": "user", "content": "a"}]) if is_chat else server.encode("a")
 
 
 @pytest.mark.parametrize("wrong", [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -11,11 +10,11 @@ from pydantic import Field
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.inference import GenerateResponse, LogprobsMode
-from grpo_engine.wire.rollouts import LARGEST_WHOLE, MASKED_LABEL, MASKED_LOGPROB, ScoredGroup, Whole
+from grpo_engine.wire.rollouts import LARGEST_NUMBER, LARGEST_WHOLE, MASKED_LABEL, MASKED_LOGPROB, ScoredGroup, Whole
 
 
 class NotFinite(PeerError):
-    """A sampled token has no finite log-probability, as of a model whose weights or activations overflow."""
+    """A sampled token has no finite log-probability (float32), as of a model whose weights or activations overflow."""
 
 
 class Completions(GenerateResponse):
@@ -173,7 +172,7 @@ def tokens_and_logprobs(
 
     Raises:
         PeerError: there are no log-probabilities, not one per token, or one is of no token.
-        NotFinite: one is not finite.
+        NotFinite: one is not finite, or no float32: the rollout API would refuse the group.
     """
     if completions.logprobs is None or index >= len(completions.logprobs):
         raise PeerError(f"{server}: /generate answered without logprobs, though the request has logprobs: 0")
@@ -186,7 +185,7 @@ def tokens_and_logprobs(
                 f"{server}: completion {index}, token {len(tokens)}: its log-probability is of {token[:20]!r}, which "
                 "is no token id"
             )
-        if not math.isfinite(logprob):
+        if not abs(logprob) <= LARGEST_NUMBER:  # nor is NaN
             raise NotFinite(
                 f"{server}: completion {index}, token {len(tokens)}: its log-probability is {logprob}, so the model "
                 "overflows: look at the trainer's loss, and at the dtype of the server"
