@@ -38,6 +38,8 @@ FIRST_BITSANDBYTES_ON_CPUS = (0, 50)
 
 SPLITTABLE = ("llama", "qwen2", "qwen3")
 """Families (`model_type` of config.json) of which the trainer can have one part on each tensor parallel rank."""
+MOST_RANKS = 1024
+"""Tensor parallel ranks of a model: messages and plans name each."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 _LONGEST_PART = 255
@@ -110,19 +112,24 @@ def why_not_splittable(config: Mapping[str, Any], num_ranks: int) -> str | None:
             f"a model of type {family} cannot be trained on the memory of several tensor parallel ranks, only "
             f"{', '.join(SPLITTABLE)}: set tensor_parallel_size to 1, or choose bridge mode broadcast"
         )
+    if not (uneven := _uneven_parts(config, num_ranks)):
+        return None
+    fitting = [str(n) for n in range(1, min(num_ranks, MOST_RANKS + 1)) if not _uneven_parts(config, n)]
+    return (
+        f"{' and '.join(uneven)} cannot be divided among {num_ranks} tensor parallel ranks: set tensor_parallel_size "
+        f"to {' or '.join(fitting)}"
+    )
+
+
+def _uneven_parts(config: Mapping[str, Any], num_ranks: int) -> list[str]:
+    """What of a model cannot be divided evenly among so many ranks."""
     heads = config.get("num_attention_heads") or 0
     key_heads = config.get("num_key_value_heads") or heads
     sizes = {"attention heads": heads, "units of the MLP": config.get("intermediate_size") or 0}
     uneven = [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]
     if key_heads % num_ranks and num_ranks % max(key_heads, 1):
         uneven.append(f"{key_heads} heads of keys and values")
-    if not uneven:
-        return None
-    fitting = [str(n) for n in range(1, num_ranks) if why_not_splittable(config, n) is None]
-    return (
-        f"{' and '.join(uneven)} cannot be divided among {num_ranks} tensor parallel ranks: set tensor_parallel_size "
-        f"to {' or '.join(fitting)}"
-    )
+    return uneven
 
 
 def check_model_name(name: str) -> str | None:

@@ -10,6 +10,7 @@ from pydantic import AliasChoices, Field, model_validator
 from grpo_engine.config import Config, LogLevel
 from grpo_engine.flags import Flag
 from grpo_engine.rollouts.state.buffering import Buffering, Kind, Sampling
+from grpo_engine.wire.rollouts import Whole
 
 
 class ApiConfig(Config):
@@ -45,7 +46,7 @@ class ApiConfig(Config):
     hold_s: float = Field(20.0, ge=0)
     """Seconds that a post is held for room before it is refused; stock clients retry a 503, three attempts in all."""
 
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: Whole | None = Field(None, ge=0)
     """Groups whose oldest token is more than this many policy versions old are dropped. For groups without versions, as
     from stock environments, the batches since their arrival count. Unset: the trainer's bound, else none; of two bounds
     the stricter applies."""

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from grpo_engine.config import Config, LogLevel, PathText, did_you_mean, setting_names
 from grpo_engine.flags import Flag, OtherFlags
-from grpo_engine.models.config import DtypeName
+from grpo_engine.models.config import MOST_RANKS, DtypeName
 from grpo_engine.wire.inference import LogprobsMode
 
 
@@ -80,7 +80,7 @@ class ServerConfig(Config):
     standby: bool | None = None
     """Run a fork server: a parent process that has imported everything and forks the server, so that SIGHUP restarts it
     within seconds; default: with vLLM, whose imports take half a minute."""
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, le=MOST_RANKS)
     """GPUs that one model is spread over (vLLM)."""
     max_batch_size: Annotated[int, Flag(("--max-batch-size", "--max-num-seqs"))] = Field(256, ge=1)
     """Sequences that are decoded together."""

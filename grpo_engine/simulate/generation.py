@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from grpo_engine.environments.ahead import Ahead, least_loaded
+from grpo_engine.errors import GrpoError
 from grpo_engine.rollouts.idle_clock import IdleClock
 from grpo_engine.rollouts.state.api_state import ApiState
 from grpo_engine.rollouts.state.slots import Demand
@@ -16,6 +17,13 @@ from grpo_engine.simulate.figures import Figures
 from grpo_engine.simulate.layout import Layout
 from grpo_engine.simulate.servers import Request, Server
 from grpo_engine.wire.rollouts import RegisterEnvironmentRequest, SamplingLimit
+
+MOST_SEQUENCES = 1 << 18
+"""Sampled and not trained on yet, at a time: to form a batch of as many takes 0.6 GB, of four times as many 4.7."""
+
+
+class TooMany(GrpoError):
+    """More is sampled ahead of the trainer than a simulation has room for."""
 
 
 @dataclass(slots=True)
@@ -62,6 +70,8 @@ class Environments:
         self._random = random
         self._on_post = on_post
         self._all: list[_Environment] = []
+        self._num_sampling = 0
+        """Sequences of all that are not posted yet."""
         self._hungry: dict[int, None] = {}
         """Those that would start more than they may, in the order in which they asked."""
         self.idle = IdleClock(lambda: clock.now)
@@ -147,6 +157,13 @@ class Environments:
         )
 
     def _begin(self, environment: _Environment) -> None:
+        self._num_sampling += self._layout.group_size
+        num_ahead = self._num_sampling + self._state.queue.num_sequences
+        if max(num_ahead, self._layout.batch_size) > MOST_SEQUENCES:
+            raise TooMany(
+                f"more than {MOST_SEQUENCES:,} sequences are sampled ahead of the trainer, too many to simulate: lower "
+                "batch_size or max_staleness, or where that is unset max_batches_offpolicy"
+            )
         if not environment.loads:
             first = self._random.randrange(len(self._servers))
             environment.loads = [_Load(server) for server in (*self._servers[first:], *self._servers[:first])]
@@ -173,5 +190,6 @@ class Environments:
         )
         self._state.evict()
         environment.num_unposted -= 1
+        self._num_sampling -= self._layout.group_size
         self._on_post(placed.group.id, request)
         self._ask(environment)

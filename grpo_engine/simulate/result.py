@@ -56,7 +56,7 @@ def run(layout: Layout, figures: Figures, *, is_late: Callable[[], bool] = never
     """Simulate.
 
     Raises:
-        NoBatch, TooLong: as `simulate`.
+        NoBatch, TooMany, TooLong: as `simulate`.
     """
     return summed_up(layout, simulate(layout, figures, is_late=is_late))
 
@@ -88,7 +88,7 @@ def calibrated(
     something to do must come out; where they never did, the throughput.
 
     Raises:
-        NoBatch, TooLong: as `simulate`.
+        NoBatch, TooMany, TooLong: as `simulate`.
     """
     goes_by_busy = recording.generation_busy is not None and recording.generation_busy < 1 - _CLOSE
     goal_s = recording.generation_s if goes_by_busy else recording.interval_s

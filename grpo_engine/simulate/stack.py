@@ -70,6 +70,7 @@ def simulate(layout: Layout, figures: Figures, *, is_late: Callable[[], bool] = 
 
     Raises:
         NoBatch: no batch can form.
+        TooMany: too many sequences are sampled ahead.
         TooLong: it was late before the last step.
     """
     return _Run(layout, figures).steps(is_late)[layout.num_warmup :]

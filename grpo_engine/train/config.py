@@ -38,7 +38,7 @@ from grpo_engine.config import Config, LogLevel, checked_url
 from grpo_engine.flags import Flag
 from grpo_engine.installed import is_on_cpu
 from grpo_engine.models.config import OptimizerName
-from grpo_engine.wire.rollouts import MAX_SEQUENCES
+from grpo_engine.wire.rollouts import MAX_SEQUENCES, Whole
 
 LEAST_SEQ_LEN = 8
 """Shorter sequences have no room for a prompt and an answer."""
@@ -321,7 +321,7 @@ class TrainConfig(Config):
     """Seconds to wait for a batch before training fails."""
     reference_timeout_s: float = Field(300.0, gt=0)
     """Seconds to wait for reference services, none of which answers, before training fails."""
-    max_staleness: Annotated[int | None, Field(ge=0)] = Field(default_factory=_usual_staleness)
+    max_staleness: Annotated[Whole | None, Field(ge=0)] = Field(default_factory=_usual_staleness)
     """Policy versions that groups may be old: environments start so many batches ahead, and what becomes older all the
     same is dropped. 0: sampling and training take turns. Unset: environments go by max_batches_offpolicy, and nothing
     is dropped; with bridge mode turns, 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,10 @@ BOUNDS = (0, 1, 2, 4)
 """Of staleness, simulated beside the profile's own."""
 MOST_MACHINES = 1024
 MOST_ENVIRONMENTS = 20_000
+USUAL_STEPS = 40
+SIMULATED_WITHIN_S = 120.0
+"""Longest time for all rows, which take seconds; in proportion for more `--steps`. With a `max_staleness` of a billion
+the steps that are not counted, until that much is sampled ahead, have no end."""
 
 
 def register(app: typer.Typer) -> None:
@@ -78,6 +83,7 @@ def simulate_command(
     """
     from grpo_engine.simulate.machines import divided
     from grpo_engine.simulate.result import run
+    from grpo_engine.simulate.stack import TooLong
     from grpo_tui.profile.loading import load
     from grpo_tui.profile.simulated import assumed_figures, gpus_per_server, layout_of, recorded_figures
     from grpo_tui.view.simulation import Simulated, advice, bars_of, document, rows_of
@@ -105,6 +111,8 @@ def simulate_command(
         raise typer.BadParameter("--gpus-per-machine, --trainers and --scale-batch go with --machines")
     counts = [None] if machines is None else _list("--machines", machines, _machines)
     bounds = _bounds(max_staleness, layout.max_staleness, is_few=machines is not None)
+    within_s = SIMULATED_WITHIN_S * max(1.0, (steps or 0) / USUAL_STEPS)
+    until = time.monotonic() + within_s
     all_ = []
     for count in counts:
         for bound in bounds:
@@ -112,7 +120,7 @@ def simulate_command(
                 layout,
                 max_staleness=bound,
                 num_environments=environments or layout.num_environments,
-                num_steps=steps or (40 if count is None else 12),
+                num_steps=steps or (USUAL_STEPS if count is None else 12),
                 num_warmup=4 + 2 * (1 + (bound or 0)),
                 seed=seed,
             )
@@ -125,7 +133,14 @@ def simulate_command(
                     gpus_per_server=gpus_per_server(loaded),
                     num_ranks=trainers,
                 )
-            all_.append(Simulated(result=run(row, figures), machines=count))
+            try:
+                result = run(row, figures, is_late=lambda: time.monotonic() > until)
+            except TooLong as error:
+                raise GrpoError(
+                    f"{loaded.path}: not simulated within {within_s:g} s (with max_staleness {bound}, {error}): "
+                    "compare lower bounds, --max-staleness 0,1,2,4, or lower batch_size"
+                ) from None
+            all_.append(Simulated(result=result, machines=count))
     lines = advice(all_, layout.max_staleness)
     if svg is not None:
         try:
@@ -176,7 +191,7 @@ def _bound(word: str) -> int | None:
     if word == "unset":
         return None
     bound = int(word)
-    if bound < 0:
+    if not 0 <= bound < 1 << 53:
         raise ValueError
     return bound
 

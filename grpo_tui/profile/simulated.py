@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from grpo_engine.simulate.figures import (
     ServerSpeed,
     TrainerSpeed,
 )
+from grpo_engine.simulate.generation import MOST_SEQUENCES
 from grpo_engine.simulate.layout import Layout
 from grpo_engine.simulate.recording import figures_of, measured_speed, read_recording
 from grpo_engine.simulate.result import calibrated
@@ -94,6 +95,7 @@ def assumed_figures(loaded: LoadedProfile) -> Figures:
     """
     services = {name: service.model_dump() for name, service in loaded.profile.services.items()}
     speed = shape_of(services)
+    speed = replace(speed, max_running=min(speed.max_running, MOST_SEQUENCES))
     if speed.batching == "whole":
         raise ConfigError(
             f"{loaded.path}: engine torch has no measured speed, which depends on model and machine: run the profile "
@@ -123,6 +125,7 @@ def recorded_figures(run_folder: Path) -> Figures:
     Raises:
         ConfigError: it is no run, is too short, has no lengths, or takes too long to simulate.
         NoBatch: its settings let no batch form in a simulation.
+        TooMany: they have too many sequences sampled ahead.
     """
     recording = read_recording(run_folder)
     layout = recorded_layout(run_folder)

@@ -211,7 +211,7 @@ class Service(Config):
     together."""
     gpu_memory_share: float | None = Field(None, gt=0, le=1)
     """Share of the memory of each of its GPUs that it plans to use, and that must be free before it is started."""
-    gpu_memory_gb: float | None = Field(None, gt=0)
+    gpu_memory_gb: float | None = Field(None, gt=0, le=1e9)
     """The same in 10^9 bytes, instead of a share."""
     gpu_share: float | None = Field(None, gt=0, le=1)
     """Share of the multiprocessors of its GPUs that it may use at a time where MPS lets services share a GPU; unset:
@@ -227,10 +227,10 @@ class Service(Config):
     """CPU cores that it may run on; unset: those of the supervisor."""
     nice: int = Field(0, ge=-20, le=19)
     """Priority as for `nice`: 19 is the lowest, 0 that of the supervisor; below 0 needs privileges."""
-    memory_limit_gb: float | None = Field(None, gt=0)
+    memory_limit_gb: float | None = Field(None, gt=0, le=1e9)
     """Resident memory of the service and all below it, in 10^9 bytes, memory shared among them counted once; checked
     every second; a service above it is ended as failed."""
-    log_limit_mb: float = Field(256.0, ge=1)
+    log_limit_mb: float = Field(256.0, ge=1, le=1e12)
     """Size of its log, in 10^6 bytes, above which the older half is dropped."""
     console: dict[str, Annotated[ConsoleMetric, BeforeValidator(_pattern_alone)]] = {}
     """Metrics to read from its output, by name, with `step` among them, and `policy_version` where it is printed;

@@ -165,6 +165,11 @@ EXACT_FAULTS: list[tuple[str, list[str], str]] = [
      "--set services.env.group_size=1: input should be greater than or equal to 2, but this is 1"),
     (STACK, ["services.trainer.clip_eps=20"],
      "--set services.trainer.clip_eps=20: input should be less than or equal to 1, but this is 20"),
+    (STACK, ["services.vllm.tensor_parallel_size=1000000000"],
+     "--set services.vllm.tensor_parallel_size=1000000000: input should be less than or equal to 1024, but this is "
+     "1000000000"),
+    (STACK, ["services.vllm.memory_limit_gb=1e300"],
+     "--set services.vllm.memory_limit_gb=1e300: input should be less than or equal to 1000000000, but this is 1e+300"),
     (STACK, ["services.vllm.tensor_parallel_size=2"],
      "--set services.vllm.tensor_parallel_size=2: services.trainer.processes: 1 rank, and "
      "services.vllm.tensor_parallel_size is 2: with bridge.mode "

@@ -10,9 +10,13 @@ import pytest
 import typer
 
 from grpo_engine.errors import ConfigError, GrpoError
+from grpo_engine.simulate.generation import MOST_SEQUENCES, TooMany
 from grpo_engine.simulate.layout import Layout
 from grpo_engine.simulate.result import Result
+from grpo_tui.cli import simulate
 from grpo_tui.cli.simulate import simulate_command
+from grpo_tui.profile.loading import load
+from grpo_tui.profile.simulated import assumed_figures
 from grpo_tui.view.simulation import Simulated, advice, best_of, rows_of
 from grpo_tui.view.simulation_picture import to_svg
 
@@ -107,3 +111,31 @@ def test_a_profile_without_measured_speed_needs_a_recording(tmp_path: Path) -> N
         simulate_command("tiny-cpu")
     with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
         simulate_command("tiny-cpu", from_=str(tmp_path))
+
+
+def test_a_profile_that_has_no_end_of_sampling_ahead_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "SIMULATED_WITHIN_S", 0.2)
+    with pytest.raises(GrpoError, match=r"not simulated within 0\.2 s \(with max_staleness 1000000000, \d+ of"):
+        simulate_command("llama8b-broadcast", ["services.trainer.max_staleness=1000000000"], max_staleness="1000000000")
+
+
+def test_more_steps_that_are_asked_for_have_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "SIMULATED_WITHIN_S", 1e-9)
+    with pytest.raises(GrpoError, match=r"not simulated within 2e-09 s"):
+        simulate_command("llama8b-broadcast", steps=80)
+
+
+def test_batches_for_which_a_simulation_has_no_room_are_refused() -> None:
+    with pytest.raises(TooMany, match="more than 262,144 sequences are sampled ahead of the trainer"):
+        simulate_command("llama8b-broadcast", ["services.trainer.batch_size=65537"])
+
+
+def test_a_server_for_a_billion_sequences_takes_no_more_memory_than_there_are() -> None:
+    loaded = load("llama8b-broadcast", ["services.vllm.max_batch_size=1000000000"])
+    assert len(assumed_figures(loaded).server.rates()) == MOST_SEQUENCES + 1
+
+
+@pytest.mark.parametrize("service", ["api", "trainer"])
+def test_a_staleness_that_no_message_can_say_is_refused_by_name(service: str) -> None:
+    with pytest.raises(ConfigError, match=rf"services\.{service}\.max_staleness"):
+        load("llama8b-broadcast", [f"services.{service}.max_staleness={2**62}"])

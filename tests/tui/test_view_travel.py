@@ -145,6 +145,7 @@ def test_evaluations_are_events_though_only_the_metrics_have_them() -> None:
         ("step 1", STEPS[0].time),
         ("-5m", KNOWN.now - 300),
         ("-1m30s", KNOWN.now - 90),
+        ("-  1m  30 ", KNOWN.now - 90),
         (time.strftime("%H:%M:%S", time.localtime(STARTED + 77)), STARTED + 77),
     ],
 )
@@ -160,7 +161,13 @@ def test_a_time_of_day_is_looked_for_on_the_days_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("soon", "is not a time"), ("999", "step 999 is not done yet; the newest is 100")]
+    ("text", "words"),
+    [
+        ("soon", "is not a time"),
+        ("999", "step 999 is not done yet; the newest is 100"),
+        ("-" + 4000 * " " + "soon", "is not a time"),
+        ("-" + 400 * "9" + "d", "is not a time"),
+    ],
 )
 def test_an_unknown_time_or_step_is_explained_and_moves_nothing(text: str, words: str) -> None:
     at = after(Travel(), Opened(), KNOWN)

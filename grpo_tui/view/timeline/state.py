@@ -259,7 +259,8 @@ def _jump(travel: Travel, jump: Jumped, known: Known) -> float:
 
 
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
-_AGO = re.compile(r"-\s*(?:(\d+)d)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+)s?)?")
+_AGO = re.compile(r"- ?(?:(\d{1,9})d)? ?(?:(\d{1,9})h)? ?(?:(\d{1,9})m)? ?(?:(\d{1,9})s?)?")
+"""Of text with single spaces: of any number of them, each part of the pattern might take some."""
 
 
 def read_target(text: str, near: float, known: Known) -> float | str:
@@ -269,7 +270,7 @@ def read_target(text: str, near: float, known: Known) -> float | str:
     time; `120` a step; `-5m` or `-1h30m` so long before the end.
     """
     typed = text.strip()
-    if ago := _AGO.fullmatch(typed):
+    if ago := _AGO.fullmatch(" ".join(typed.split())):
         days, hours, minutes, seconds = (int(part or 0) for part in ago.groups())
         if typed.strip("- "):
             return (known.ended_at or known.now) - (days * 86400 + hours * 3600 + minutes * 60 + seconds)

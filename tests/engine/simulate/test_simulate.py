@@ -10,8 +10,10 @@ import pytest
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.rollouts.state.buffering import Buffering
+from grpo_engine.simulate import generation
 from grpo_engine.simulate.clock import Clock
 from grpo_engine.simulate.figures import BESIDE_SAMPLING, Batching, Figures, Lengths, ServerSpeed, TrainerSpeed
+from grpo_engine.simulate.generation import TooMany
 from grpo_engine.simulate.layout import Layout
 from grpo_engine.simulate.recording import Recording, figures_of, measured_speed, read_recording
 from grpo_engine.simulate.result import calibrated, run
@@ -206,3 +208,11 @@ def test_a_recording_without_steps_or_groups_is_refused(tmp_path: Path) -> None:
     (tmp_path / ROLLOUTS_FILE).write_text("")
     with pytest.raises(ConfigError, match="no groups, so no lengths"):
         read_recording(tmp_path)
+
+
+def test_sampling_ahead_ends_where_a_simulation_has_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MOST_SEQUENCES", 40)
+    given = figures(sample_s=1, train_s=1000)
+    assert run(replace(LAYOUT, max_staleness=4), given).stalest == 4
+    with pytest.raises(TooMany, match="more than 40 sequences are sampled ahead"):
+        run(replace(LAYOUT, max_staleness=20), given)
