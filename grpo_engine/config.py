@@ -110,8 +110,13 @@ def read_table(path: Path) -> RawTable:
     try:
         content = read_file(path)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise unreadable(path, error) from None
     return parsed_table(content, path)
+
+
+def unreadable(path: Path, error: OSError) -> ConfigError:
+    """What `read_table` raises for a file that `read_file` cannot read."""
+    return ConfigError(f"{path}: cannot be read: {error.strerror or error}")
 
 
 def read_file(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> bytes:

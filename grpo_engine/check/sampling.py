@@ -20,6 +20,7 @@ from grpo_engine.environments.sampling.groups import Completions, tokens_and_log
 from grpo_engine.errors import BridgeError, PeerError, PeerUnavailable
 from grpo_engine.wire.codec import Message, shortened
 from grpo_engine.wire.inference import GenerateRequest, LogprobsMode, TokenPrompt
+from grpo_engine.wire.rollouts import TOKEN_BOUND
 
 _TOKEN_ID = "token_id:"
 """Prefix of tokens in vLLM's answers with `return_tokens_as_token_ids`."""
@@ -309,7 +310,7 @@ class _LoraStatus(Message):
     active_adapter_name: str | None = None
 
 
-_Token = Annotated[int, Field(ge=0, lt=2**31)]
+_Token = Annotated[int, Field(ge=0, lt=TOKEN_BOUND)]
 """As a tokenizer decodes it, whether or not the model has it."""
 
 

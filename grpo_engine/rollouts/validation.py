@@ -18,10 +18,8 @@ from pydantic import ValidationError
 
 from grpo_engine.rollouts.stock.scored_data import parse_json, with_numbers
 from grpo_engine.wire.codec import shortened
-from grpo_engine.wire.rollouts import LARGEST_NUMBER, LARGEST_WHOLE, MASKED_LABEL, ScoredGroup
+from grpo_engine.wire.rollouts import LARGEST_NUMBER, LARGEST_WHOLE, MASKED_LABEL, TOKEN_BOUND, ScoredGroup
 
-TOKEN_BOUND = 2**31
-"""Above every vocabulary, and the bound of an int32 tensor."""
 MAX_GROUPS_A_POST = 1024
 """Ours have 64. A post is queued in one go, which holds the event loop: for 40 s by 250,000 groups, 44 kB of gzip."""
 _GZIP_WINDOW = 31

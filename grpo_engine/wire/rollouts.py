@@ -20,6 +20,8 @@ MASKED_LABEL = -100
 """Label of a position that is not trained, in `ScoredGroup.masks`."""
 MASKED_LOGPROB = 1.0
 """Log-probability at such a position: a real one is never positive."""
+TOKEN_BOUND = 2**31
+"""Above every vocabulary, and the bound of an int32 tensor."""
 LARGEST_NUMBER = 3.4028234663852886e38
 """Largest float32: a log-probability or reward beyond it would be infinite in the trainer."""
 LARGEST_WHOLE = 2**53

@@ -178,10 +178,21 @@ def socket_owners(inodes: Iterable[int]) -> dict[int, list[int]]:
 def _is_of_another(pid: int) -> bool:
     """Whether the real user of a process is another one; the owner of its files may be root whoever that is."""
     try:
+        users = user_ids(pid)
+    except OSError:  # it cannot be read
+        users = None
+    return users is None or users[0] != os.getuid()
+
+
+def user_ids(pid: int) -> tuple[int, int] | None:
+    """The real and the effective user of a process, or None when it is gone."""
+    try:
+        # The folder's owner is root for a process that changed its user. Its name may be any bytes.
         with open(f"/proc/{pid}/status", "rb") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith(b"Uid:")) != os.getuid()
-    except (OSError, StopIteration):
-        return True  # it is gone
+            real, effective = next(line.split()[1:3] for line in file if line.startswith(b"Uid:"))
+            return int(real), int(effective)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
 
 
 def user_name(uid: int) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from grpo_engine.config import unreadable
 from grpo_tui.cli.arguments import JsonOption, NewOption, SetOption
 from grpo_tui.cli.overrides import own_overrides
 from grpo_tui.cli.printing import write_line
@@ -118,8 +119,8 @@ def profiles_command(as_json: JsonOption = False) -> None:
     for listed in listed_profiles():
         text = str(listed.table.get("description", ""))
         if (error := listed.error) is not None:
-            why = f"{listed.path}: cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
-            text = f"not valid: {why.splitlines()[0]}"
+            why = unreadable(listed.path, error) if isinstance(error, OSError) else error
+            text = f"not valid: {str(why).splitlines()[0]}"
         rows.append((listed.name, str(listed.path), text))
     if as_json:
         write_line(

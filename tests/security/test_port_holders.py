@@ -119,7 +119,7 @@ def test_descriptors_of_another_user_are_not_looked_at_without_end(
             assert process.stdout.readline() == b"up\n"
             (held,) = listening_sockets([port])
             monkeypatch.setattr(tcp_sockets, "_link", count)
-            monkeypatch.setattr(tcp_sockets, "_OTHERS_WITHIN_S", within_s, raising=False)
+            monkeypatch.setattr(tcp_sockets, "_OTHERS_WITHIN_S", within_s)
             found = tcp_sockets.socket_owners([held.inode])[held.inode]
         finally:
             os.killpg(process.pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo_engine.wire.environment_variables import RUN_FOLDER_VARIABLE, RUN_VARIABLE, SERVICE_VARIABLE
 from grpo_engine.wire.secrets import masked_argv
-from grpo_engine.wire.tcp_sockets import user_name
+from grpo_engine.wire.tcp_sockets import user_ids, user_name
 from grpo_tui.keeper_process import Stat, all_processes, below, read_stat, send_signal
 
 __all__ = ["ProcessId", "Stat", "all_processes", "below", "identify", "read_stat", "send_signal", "user_name"]
@@ -83,7 +83,7 @@ def marker(pid: int) -> Marker | None:
 
     Of a setuid program (`su`) the environment is that of its real user.
     """
-    if _uids(pid) != (os.getuid(), os.getuid()):
+    if user_ids(pid) != (os.getuid(), os.getuid()):
         return None
     environment = dict(entry.split("=", 1) for entry in _strings(pid, "environ") if "=" in entry)
     if RUN_VARIABLE not in environment:
@@ -140,24 +140,13 @@ def command_line(pid: int) -> str:
 
 def uid_of(pid: int) -> int | None:
     """The effective user of a process, or None when it is gone."""
-    uids = _uids(pid)
+    uids = user_ids(pid)
     return None if uids is None else uids[1]
 
 
 def arguments(pid: int) -> list[str]:
     """The command line as it is, secrets too; empty when the process is gone or shows none."""
     return _strings(pid, "cmdline")
-
-
-def _uids(pid: int) -> tuple[int, int] | None:
-    """The real and the effective user of a process, or None when it is gone."""
-    try:
-        # The folder's owner is root for a process that changed its user. Its name may be any bytes.
-        with open(f"/proc/{pid}/status", "rb") as file:
-            real, effective = next(line.split()[1:3] for line in file if line.startswith(b"Uid:"))
-            return int(real), int(effective)
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
 
 
 def _strings(pid: int, name: str) -> list[str]:

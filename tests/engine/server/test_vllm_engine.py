@@ -547,7 +547,7 @@ def test_connections_to_the_ports_of_vllms_process_groups_take_none_of_its_descr
         for address in 10 * list(ports):
             stranger = strangers.enter_context(socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
             stranger.connect_ex(address)
-        time.sleep(0.2)
+        time.sleep(0.2)  # in which it would accept them
         assert sum(each.num_fds() for each in below) < before + len(ports)
     assert shared.server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=2)
 
