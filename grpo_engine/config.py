@@ -235,7 +235,11 @@ def _num_values(node: Any, above: list[int], known: dict[int, int]) -> int:
 
 
 def apply_overrides(
-    table: RawTable, overrides: Iterable[str], *, spell_out: Callable[[RawTable], RawTable] | None = None
+    table: RawTable,
+    overrides: Iterable[str],
+    *,
+    spell_out: Callable[[RawTable], RawTable] | None = None,
+    model: type[BaseModel] | None = None,
 ) -> RawTable:
     """Return a copy of `table` with each `a.b.c=value` put in its place.
 
@@ -244,6 +248,8 @@ def apply_overrides(
 
     Args:
         spell_out: returns a copy in which short forms are tables, as `with_absolute_paths`; unset: there are none.
+        model: whose settings these are: an override takes the place of one by another of its names, as `lr` and
+            `learning_rate`; unset: none has another.
 
     Raises:
         ConfigError: an override without `=`, or a path through a value that is not a table.
@@ -261,8 +267,33 @@ def apply_overrides(
             inner = inner.setdefault(key, {})
             if not isinstance(inner, dict):
                 raise ConfigError(f"--set {override}: {'.'.join(keys[:depth])} is {inner!r}, not a table")
+        for name in () if model is None else other_keys(model, result, keys):
+            inner.pop(name, None)
         inner[keys[-1]] = toml_value(text.strip())
     return result
+
+
+def other_keys(model: type[BaseModel], table: RawTable, keys: Sequence[str]) -> list[str]:
+    """The other names of the setting at `keys` of a table of `model`; none where that is no setting."""
+    annotation: Any = model
+    marks: Sequence[Any] = ()
+    value: Any = table
+    for key in keys[:-1]:
+        leaves, marks = union_leaves(annotation), (*marks, *_marks_of(annotation))
+        if mappings := [leaf for leaf in leaves if get_origin(leaf) is dict]:
+            annotation = get_args(mappings[0])[1]
+        else:
+            field = _field_of(_member_of(leaves, marks, value), key)
+            annotation, marks = (None, ()) if field is None else (field.annotation, (field, *field.metadata))
+        value = value.get(key) if isinstance(value, dict) else None
+    owner = _member_of(union_leaves(annotation), (*marks, *_marks_of(annotation)), value)
+    return _names_of_the_same(owner, keys[-1])
+
+
+def _field_of(owner: type[BaseModel] | None, key: str) -> FieldInfo | None:
+    """The field of a class that a key of its table means."""
+    fields = () if owner is None else owner.model_fields.items()
+    return next((field for name, field in fields if key in keys_of(name, field)), None)
 
 
 def _leads_through_text(table: RawTable, keys: Sequence[str]) -> bool:
@@ -336,12 +367,19 @@ def _with_absolute_paths(annotation: Any, marks: Sequence[Any], value: Any, fold
                 for key, each in value.items()
             }
         case dict():
-            tags = [mark.discriminator for mark in marks if isinstance(getattr(mark, "discriminator", None), str)]
-            chosen = [each for each in members if any(value.get(tag) in _tags_of(each, tag) for tag in tags)]
-            chosen = members if len(members) == 1 else chosen
-            return with_absolute_paths(chosen[0], value, folder, before=inside) if chosen else value
+            chosen = _member_of(members, marks, value)
+            return value if chosen is None else with_absolute_paths(chosen, value, folder, before=inside)
         case _:
             return value
+
+
+def _member_of(leaves: Sequence[Any], marks: Sequence[Any], value: Any) -> type[BaseModel] | None:
+    """The class among the leaves of an annotation whose table `value` is, by its tag."""
+    members = [leaf for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
+    tags = [mark.discriminator for mark in marks if isinstance(getattr(mark, "discriminator", None), str)]
+    table = value if isinstance(value, dict) else {}
+    chosen = [each for each in members if any(table.get(tag) in _tags_of(each, tag) for tag in tags)]
+    return next(iter(members if len(members) == 1 else chosen), None)
 
 
 def _marks_of(annotation: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
@@ -31,6 +31,7 @@ from grpo_engine.config import (
     apply_overrides,
     did_you_mean_setting,
     keys_of,
+    other_keys,
     read_table,
     setting_names,
     union_leaves,
@@ -127,6 +128,8 @@ def parse_flags(
         inner = table
         for key in path[:-1]:
             inner = inner.setdefault(key, {})
+        for name in other_keys(model, table, path):  # the file may have it by another of its names
+            inner.pop(name, None)
         inner[path[-1]] = value
     if others is not None and rest:
         table[others] = {**table.get(others, {}), **_table_of(rest, prefix=f"{others}.")}
@@ -134,7 +137,8 @@ def parse_flags(
     for line in [*told, *(text for _, text in by_own_names if text)]:
         sys.stderr.write(f"{prog}: {line}\n")
     own_overrides = [override for override, _ in by_own_names]
-    table = apply_overrides(table, own_overrides, spell_out=lambda table: with_absolute_paths(model, table, Path.cwd()))
+    spell_out = partial(with_absolute_paths, model, folder=Path.cwd())
+    table = apply_overrides(table, own_overrides, spell_out=spell_out, model=model)
     return validated(model, _without_foreign_keys(model, table), where=prog)
 
 

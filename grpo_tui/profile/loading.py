@@ -23,6 +23,7 @@ from grpo_engine.config import (
     did_you_mean,
     faults_of,
     read_table,
+    setting_names,
     with_absolute_paths,
 )
 from grpo_engine.errors import ConfigError
@@ -34,6 +35,10 @@ from grpo_tui.profile.moved_ports import asks_for_ports, moved, with_chosen
 from grpo_tui.profile.profile_checks import checks_for, is_of_commands
 from grpo_tui.profile.replicas import MOST_SERVICES, num_services, with_replicas
 from grpo_tui.profile.shared_settings import pass_on, passed_on, table_at
+from grpo_tui.services.kinds import KINDS, service_class
+
+MOST_MEANT = 3
+"""Keys that a message names for one that may be of several services."""
 
 
 def load(
@@ -72,8 +77,10 @@ def load_table(
     folder, here = path.parent.absolute(), Path.cwd()
     of_file = _with_paths_from(folder, table)
     from_here = partial(_with_paths_from, here, before=None if here == folder else of_file)
-    written = _without_open_settings(from_here(apply_overrides(of_file, overrides, spell_out=from_here)))
+    overridden = apply_overrides(of_file, overrides, spell_out=from_here, model=profile_type(of_file))
+    written = _without_open_settings(from_here(overridden))
     _refuse_misspelt_services(of_file, written)
+    _refuse_settings_outside_services(of_file, overrides)
     if (num := num_services(written)) > MOST_SERVICES:
         raise ConfigError(f"{path}: services: {num} of them with their replicas, at most {MOST_SERVICES} are started")
     if moved_ports:
@@ -208,6 +215,26 @@ def _refuse_misspelt_services(written: RawTable, table: RawTable) -> None:
 
 def _is_inside(key: str, table: str) -> bool:
     return f"{key}.".startswith(f"{table}.")
+
+
+def _refuse_settings_outside_services(of_file: RawTable, overrides: Sequence[str]) -> None:
+    """Reject an override of a setting of a service by its name alone, as `trainer.lr` or `lr`.
+
+    Raises:
+        ConfigError: names the whole key.
+    """
+    services = {name: each for name, each in table_at(of_file, "services").items() if isinstance(each, dict)}
+    for override in overrides:
+        key = override.partition("=")[0].replace(" ", "")
+        first = key.split(".")[0]
+        if first in setting_names(Profile):
+            continue
+        names = [name for name, each in services.items() if str(each.get("kind")) in KINDS]
+        having = [name for name in names if first in setting_names(service_class(services[name]["kind"]))]
+        meant = [f"services.{key}"] if first in services else [f"services.{name}.{key}" for name in having]
+        if meant:
+            told = " or ".join(map(repr, meant[:MOST_MEANT]))
+            raise ConfigError(f"--set {masked_value('', override)}: unknown setting (did you mean {told}?)")
 
 
 def _with_paths_from(folder: Path, table: RawTable, *, before: RawTable | None = None) -> RawTable:

@@ -112,6 +112,24 @@ def test_an_override_is_read_as_toml_and_otherwise_as_text() -> None:
     assert table == {"a": {"x": 1}}
 
 
+@pytest.mark.parametrize(("in_file", "other"), [("lr", "learning_rate"), ("learning_rate", "lr")])
+def test_an_override_takes_the_place_of_a_setting_by_its_other_name(in_file: str, other: str) -> None:
+    table: dict[str, object] = {"services": {"t": {"kind": "trainer", in_file: 1.0}, "s": {"kind": "server"}}}
+    overridden = apply_overrides(table, [f"services.t.{other}=2.0", f"services.s.{other}=3.0"], model=Profile)
+    assert overridden["services"]["t"] == {"kind": "trainer", other: 2.0}
+    assert overridden["services"]["s"] == {"kind": "server", other: 3.0}, "a name of no setting there"
+
+
+@pytest.mark.parametrize("words", [["--lr", "2e-6"], ["--learning-rate", "2e-6"], ["--set", "lr=2e-6"], ["lr=2e-6"]])
+def test_flags_and_overrides_go_before_a_file_that_has_another_name_of_a_setting(
+    words: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "t.toml"
+    path.write_text('model_name = "m"\nlearning_rate = 1.0\n')
+    config = parse_flags(Trainer, ["--config", str(path), *words], prog="t", description="")
+    assert config.lr == 2e-6
+
+
 @pytest.mark.parametrize(
     "text",
     ["1", "0.10", "1e5", "2024-01-31", "0-3,28-31", pytest.param("[" * 5000, id="["), pytest.param("9" * 5000, id="9")],

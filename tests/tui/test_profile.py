@@ -133,6 +133,11 @@ def test_a_setting_of_a_service_overrides_a_shared_one_and_the_rate_has_two_name
     assert (trainer.seq_len, trainer.lr) == (32, 2e-6)
 
 
+def test_a_rate_in_the_file_is_overridden_by_its_other_name(tmp_path: Path) -> None:
+    *_, trainer = stack(tmp_path, "services.trainer.lr=1e-3", "services.trainer.learning_rate=2e-6")
+    assert trainer.lr == 2e-6
+
+
 ANY_COMMAND = commands("a ports = [9000]")
 LORA_ONLI = '[bridge]\nmode = "lora_onli"\n' + ANY_COMMAND
 KIND_NAMES = "command, rollout_api, inference, environment, atropos_environment, trainer, reference, parameters"
@@ -141,6 +146,12 @@ KIND_NAMES = "command, rollout_api, inference, environment, atropos_environment,
 EXACT_FAULTS: list[tuple[str, list[str], str]] = [
     (STACK, ["services.trainer.leaning_rate=1"],
      "--set services.trainer.leaning_rate=1: unknown setting (did you mean 'learning_rate'?)"),
+    (STACK, ["trainer.lr=1"], "--set trainer.lr=1: unknown setting (did you mean 'services.trainer.lr'?)"),
+    (STACK, ["lr=1"], "--set lr=1: unknown setting (did you mean 'services.trainer.lr'?)"),
+    (STACK, ["model_name=m"],
+     "--set model_name=m: unknown setting (did you mean 'services.vllm.model_name' or 'services.env.model_name' or "
+     "'services.trainer.model_name'?)"),
+    (STACK, ["max_steps=1"], "--set max_steps=1: unknown setting (did you mean 'training_steps' of the trainer?)"),
     (commands("a port = [9000]"), [], "x.toml: services.a.port: unknown setting (did you mean 'ports'?)"),
     (ANY_COMMAND, ['services.a.kind="comand"'],
      f"--set services.a.kind=\"comand\": 'comand' is not one of {KIND_NAMES} (did you mean 'command'?)"),
