@@ -105,10 +105,15 @@ def no_logprobs(measured: Measurements) -> Iterator[Warning]:
 
 
 def alignment(measured: Measurements) -> Iterator[Warning]:
-    """Trainer and inference disagree about the same tokens: from the first step, or more and more."""
+    """Trainer and inference disagree about the same tokens: from the first step, or more and more.
+
+    In the first step both have the same weights: only settings can make them disagree there.
+    """
     now, began = measured.recent("alignment/diff_abs_mean"), measured.first("alignment/diff_abs_mean")
     if now is None or began is None or now < DIFF_LIMIT:
         return
+    at_first = measured.values("alignment/diff_abs_mean")[0]
+    began = min(began, at_first)
     if began >= DIFF_LIMIT:
         yield _misaligned_from_the_start(measured, now)
     else:

@@ -156,6 +156,13 @@ def test_a_trouble_of_the_metrics_has_its_cause_and_the_flags_that_fix_it(
     assert [flag for flag in hints if flag not in hint] == []
 
 
+def test_a_first_step_in_which_both_sides_agree_is_no_disagreement_since_the_first_step() -> None:
+    agree, apart = {"alignment__diff_abs_mean": 5e-7}, {"alignment__diff_abs_mean": 0.8, "alignment__diff_mean": -0.6}
+    lines = [metrics_line(1, **agree), *(metrics_line(step, **apart) for step in range(2, 9))]
+    warning, _ = only_warning(lines)
+    assert "drift apart: log-probs differed by 5.0e-07, now by 0.8" in warning.text
+
+
 FALLEN = {"reward__mean": 0.07}
 
 
