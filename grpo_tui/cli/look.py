@@ -107,7 +107,7 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
         return
     state = f"{status.state}, being taken down" if status.is_ending else status.state
     step = progress.of_steps and f"step {progress.of_steps}"
-    up = f"up {age_words(status.started_at, status.ended_at)}"
+    up = f"{'up' if status.ended_at is None else 'ran'} {age_words(status.started_at, status.ended_at)}"
     write_line("  ".join(filter(None, (one_line(status.run), state, step, progress.left, up))) + "\n")
     lines = [("SERVICE", "STATE", "HEALTH", "PID", "RESTARTS", "CPU", "MEMORY", "GPU MEMORY", "PORTS", "MACHINE")]
     for service in status.services:

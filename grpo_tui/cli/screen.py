@@ -158,7 +158,7 @@ def require_terminal() -> None:
         ConfigError: stdin or stdout is not a terminal.
     """
     if not has_terminal():
-        raise ConfigError("the screen needs a terminal; without one: `grpo-tui up`, `grpo-tui status`")
+        raise ConfigError("the screen needs a terminal; without one: `grpo-tui up --profile NAME`, `grpo-tui status`")
 
 
 def require_theme(name: str | None) -> None:

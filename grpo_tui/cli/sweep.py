@@ -265,6 +265,7 @@ def _run(sweep: Any, *, as_json: bool, retries_failed: bool = False) -> NoReturn
     from grpo_tui.sweeps.folder import find_sweep, holding, live_folders
     from grpo_tui.sweeps.runner import Sweeper, end_runs
     from grpo_tui.sweeps.table import document
+    from grpo_tui.view.format import count_text
 
     def interrupt(number: int, _: object) -> NoReturn:
         raise SystemExit(ExitCode.INTERRUPTED)
@@ -276,7 +277,8 @@ def _run(sweep: Any, *, as_json: bool, retries_failed: bool = False) -> NoReturn
 
     signal.signal(signal.SIGTERM, interrupt)
     with holding(sweep):
-        say(f"sweep {sweep.name}: {sweep.num_points} points, {sweep.asked.jobs} at a time; files in {sweep.folder}")
+        num_points = count_text(sweep.num_points, "point")
+        say(f"sweep {sweep.name}: {num_points}, {sweep.asked.jobs} at a time; files in {sweep.folder}")
         try:
             points = Sweeper(sweep, say, retries_failed=retries_failed).run()
         except OSError as error:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
+from rich.cells import cell_len
 from textual.content import Content
 
 from grpo_engine.wire.codec import shortened
@@ -158,7 +159,8 @@ def service_page(
     rows += [] if history.answers else [Content("  none recorded")]
     if launch is not None:
         rows += [Content(""), _heading("command")]
-        rows += [Content(f"  {row}") for row in islice(shown_command(launch).splitlines(), MAX_ROWS)]
+        written = islice(shown_command(launch).splitlines(), MAX_ROWS)
+        rows += [Content(f"  {row}") for each in written for row in _command_rows(each, width - 2)]
         rows += [Content(""), _heading("environment besides the inherited one; values of secrets and files are masked")]
         told = [f"{name}={value}" for name, value in islice(shown_env(launch).items(), MAX_ROWS)]
         rows += [row for each in told or ["none"] for row in _hanging("  ", each, width)]
@@ -259,6 +261,15 @@ def _hanging(start: str | tuple[str, str], text: str, width: int, style: str = "
     rows = wrapped(shortened(text, MAX_WORDS), width - first.cell_length)
     starts = [first, *(Content(" " * first.cell_length) for _ in rows[1:])]
     return [begin + Content.styled(row, style) for begin, row in zip(starts, rows, strict=False)]
+
+
+def _command_rows(row: str, width: int) -> list[str]:
+    """A row of a command, its value below its flag where both do not fit; it can still be pasted into a shell."""
+    flag, _, value = row.lstrip().partition(" ")
+    if cell_len(row) <= width or not flag.startswith("--") or value in ("", "\\"):
+        return [row]
+    indent = " " * (len(row) - len(row.lstrip()))
+    return [f"{indent}{flag} \\", f"{indent}  {value}"]
 
 
 def _heading(text: str) -> Content:

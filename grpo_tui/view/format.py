@@ -64,9 +64,9 @@ def _bounded(seconds: float) -> float:
 
 def age_text(seconds: float | None) -> str:
     """A duration that ticks once a minute after its first: `–`, `4s`, `12m`, `1h02m`; for rows that hold still."""
-    if seconds is None or seconds < MINUTE_S or seconds >= HOUR_S:
+    if seconds is None or seconds < MINUTE_S - 0.5 or seconds >= HOUR_S:  # which a clock rounds to a minute
         return clock_text(seconds)
-    return f"{int(seconds) // MINUTE_S}m"
+    return f"{max(1, int(seconds) // MINUTE_S)}m"
 
 
 def percent_text(percent: float | None) -> str:

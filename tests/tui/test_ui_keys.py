@@ -227,7 +227,7 @@ async def test_the_layout_follows_the_size_of_the_terminal_down_to_one_that_is_t
             await screen.check_widths()
         for width, height in ((39, 24), (80, 9)):
             await screen.pilot.resize_terminal(width, height)
-            await screen.until_text(HeaderLine, f"{width}x{height} is too small")
+            await screen.until_text(HeaderLine, f"needs 40x10: {width}x{height} is too small")
             assert not screen.app.main.query_one("#body").display
         await screen.resize(SMALL)
         await screen.until_text(HeaderLine, "● running")

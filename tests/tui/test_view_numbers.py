@@ -39,9 +39,9 @@ def test_metrics_show_four_digits_that_matter(value: float | None, text: str) ->
 
 
 def test_clocks_ages_percentages_and_shortened_texts_by_example() -> None:
-    assert [clock_text(4.9), clock_text(12.2), clock_text(-1)] == ["4s", "12s", "0s"]
-    ages = [age_text(seconds) for seconds in (None, 4.2, 59.4, 61, 725, 3725)]
-    assert ages == ["–", "4s", "59s", "1m", "12m", "1h02m"]
+    assert [clock_text(seconds) for seconds in (4.9, 12.2, -1)] == ["4s", "12s", "0s"]
+    ages = [age_text(seconds) for seconds in (None, 4.2, 59.4, 59.7, 61, 725, 3725)]
+    assert ages == ["–", "4s", "59s", "1m", "1m", "12m", "1h02m"]
     assert (percent_text(None), percent_text(0.0), percent_text(1523.4)) == ("–", "0%", "1523%")
     assert [shortened("abcdef", 6), shortened("abcdef", 4), shortened("abcdef", 1)] == ["abcdef", "abc…", "…"]
 

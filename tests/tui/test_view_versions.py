@@ -71,6 +71,13 @@ def test_phases_of_turns_stand_in_their_place(tmp_path: Path) -> None:
     assert not any("versions" in row for row in shown(state, 80))
 
 
+def test_where_there_is_one_row_it_has_the_reward(tmp_path: Path) -> None:
+    state = state_of(tmp_path, service("api", versions=SOME))
+    rows = [each.plain for each in MetricsPanel().lines(state, 80, 2)]
+    assert len(rows) == 2
+    assert rows[1].startswith("reward/mean")
+
+
 def test_the_panel_is_drawn_again_for_other_versions_alone(tmp_path: Path) -> None:
     panel, state = MetricsPanel(), state_of(tmp_path, service("api", versions=SOME))
     assert state.status is not None

@@ -20,6 +20,8 @@ from textual.widgets.option_list import Option
 
 from grpo_engine.errors import GrpoError
 from grpo_tui.ui.choices import ProfileChoice, editor_command, matching, own_copy
+from grpo_tui.ui.keys import Key
+from grpo_tui.ui.pages import keys_page, page_width
 from grpo_tui.ui.screens.reading import ReadingScreen
 from grpo_tui.ui.themes import DARK, ThemedApp
 from grpo_tui.ui.widgets.lines import fit, wrapped
@@ -36,17 +38,21 @@ KEYS = (
     ("?", "help"),
     ("esc", "leave"),
 )
-HELP = """\
-Type to filter; a row stays if it has every word (/ goes to the filter, esc clears it).
-
-enter   start a run of the selected profile, or attach to the one that is live
-^e      the plan of the selected profile: services, commands, ports, GPUs
-^o      open the selected profile in $VISUAL or $EDITOR; an installed one is copied into ./profiles first
-↑ ↓     select
-esc     clear the filter, then leave (ctrl+c leaves)
-
-Profiles that can run here are listed first; beside another stands what this machine lacks for it.
-grpo-tui doctor --profile NAME checks everything that a profile needs."""
+KEYS_IN_WORDS = tuple(
+    Key(key=key, shown=key, action="", label=key, help=told)
+    for key, told in (
+        ("enter", "start a run of the selected profile, or attach to the one that is live"),
+        ("^e", "the plan of the selected profile: services, commands, ports, GPUs"),
+        ("^o", "open the selected profile in $VISUAL or $EDITOR; an installed one is copied into ./profiles first"),
+        ("↑ ↓", "select"),
+        ("/", "go to the filter"),
+        ("esc", "clear the filter, then leave (ctrl+c leaves)"),
+    )
+)
+NOTES = (
+    "Type to filter; a row stays if it has every word. Profiles that can run here are listed first; beside another "
+    "stands what this machine lacks for it. `grpo-tui doctor --profile NAME` checks everything that a profile needs.",
+)
 
 
 class Filter(Input):
@@ -169,7 +175,8 @@ class PickerApp(ThemedApp[ProfileChoice]):
 
     def action_help(self) -> None:
         """Open the help."""
-        self.push_screen(ReadingScreen("grpo-tui", Content(HELP)))
+        page = keys_page({"keys of the profiles": KEYS_IN_WORDS}, page_width(self.size.width), NOTES)
+        self.push_screen(ReadingScreen("grpo-tui", page))
 
     def action_edit(self) -> None:
         """Open the marked profile in an editor; one that is installed is copied into `./profiles` first."""

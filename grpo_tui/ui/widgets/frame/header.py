@@ -46,7 +46,7 @@ class HeaderLine(Lines):
         """`run  profile  ● running`, and on the right `step 12/150  3m left  up 12m05s`; names are cut first."""
         if self._is_too_small:
             columns, rows = self.screen.size
-            return [line((f"{columns}x{rows} is too small: at least 40x10", ".warning")).truncate(width)]
+            return [line((f"needs 40x10: {columns}x{rows} is too small", ".warning")).truncate(width)]
         stands: list[str | Styled] = [CONNECTION_WORDS[state.connection]]
         if state.travel.is_open:
             stands.append((f"  {_moment_words(state)}", ".past"))

@@ -94,7 +94,7 @@ class MetricsPanel(Lines):
         title = rule(width, "metrics", _pace(state))
         if state.history.last is None:
             return [title, line(("  no step yet: metrics appear after the trainer's first step", ".muted"))]
-        phases = (phase_lines(state, width) or version_lines(state, width))[: height - 1]
+        phases = (phase_lines(state, width) or version_lines(state, width))[: max(0, height - 2)]  # a metric stays
         self._first_row = 1 + len(phases)
         names = self._names = shown_metrics(state)[: (height - self._first_row) * self.num_columns]
         cell_width = (width - GAP * (self.num_columns - 1)) // self.num_columns
