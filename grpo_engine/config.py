@@ -68,6 +68,7 @@ class Fault(NamedTuple):
     """What is wrong, and what was probably meant."""
 
 
+MISSING = "required, but missing"
 MOST_FAULTS = 100
 """Named of one file: to look for the meant name of each takes time, and settings may be somebody else's work."""
 
@@ -396,8 +397,13 @@ def _tags_of(member: type[BaseModel], discriminator: str) -> tuple[Any, ...]:
     return () if field is None else get_args(field.annotation)
 
 
-def validated(model: type[ConfigT], table: RawTable, *, where: str) -> ConfigT:
+def validated(
+    model: type[ConfigT], table: RawTable, *, where: str, named: Callable[[Fault], str] = lambda fault: fault.key
+) -> ConfigT:
     """Validate `table`.
+
+    Args:
+        named: what a line calls the setting of its fault.
 
     Raises:
         ConfigError: the first faults, each as `where: dotted.key: what (hint)`.
@@ -405,7 +411,8 @@ def validated(model: type[ConfigT], table: RawTable, *, where: str) -> ConfigT:
     try:
         return model.model_validate(table)
     except ValidationError as error:
-        lines = [": ".join(part for part in (where, *fault) if part) for fault in faults_of(error, model)]
+        faults = faults_of(error, model)
+        lines = [": ".join(part for part in (where, named(fault), fault.text) if part) for fault in faults]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -433,10 +440,10 @@ def faults_of(
                     else f"unknown setting{did_you_mean_setting(written[-1], setting_names(owner))}"
                 )
             case "missing":
-                text = "required, but missing"
+                text = MISSING
             case "union_tag_not_found":
                 discriminator = fault["ctx"]["discriminator"].strip("'")
-                key, text = f"{key}.{discriminator}", "required, but missing"
+                key, text = f"{key}.{discriminator}", MISSING
             case "union_tag_invalid":
                 context = fault["ctx"]
                 expected = [tag.strip(" '") for tag in context["expected_tags"].split(",")]

@@ -25,8 +25,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from grpo_engine.config import (
+    MISSING,
     Config,
     ConfigT,
+    Fault,
     RawTable,
     apply_overrides,
     did_you_mean_setting,
@@ -139,7 +141,8 @@ def parse_flags(
     own_overrides = [override for override, _ in by_own_names]
     spell_out = partial(with_absolute_paths, model, folder=Path.cwd())
     table = apply_overrides(table, own_overrides, spell_out=spell_out, model=model)
-    return validated(model, _without_foreign_keys(model, table), where=prog)
+    table = _without_foreign_keys(model, table)
+    return validated(model, table, where=prog, named=lambda fault: _with_flag(fault, model))
 
 
 def to_flags(config: Config, model: type[Config] | None = None) -> list[str]:
@@ -199,6 +202,15 @@ def _unknown(words: Sequence[str], flags: Sequence[str], whose: Callable[[str], 
     if (other := whose(first)) is not None:
         return f"{first}: not a flag here, but of {other}: give it to that command"
     return f"{first}: unknown flag{did_you_mean_setting(first, flags)}; --help lists all flags"
+
+
+def _with_flag(fault: Fault, model: type[BaseModel]) -> str:
+    """The key of a fault, and its flag where that is another name or has to be given."""
+    flags = {".".join(each.path): each.flags[0] for each in _settings(model)}
+    flags |= {".".join(each.path[:-1]): each.flags[0] for each in _settings(model) if each.is_tag}
+    flag = flags.get(fault.key)
+    is_told = flag is not None and (fault.text == MISSING or flag != f"--{fault.key.replace('_', '-')}")
+    return f"{fault.key} ({flag})" if is_told else fault.key
 
 
 @dataclass(frozen=True, slots=True)

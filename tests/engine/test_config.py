@@ -92,6 +92,26 @@ def test_a_wrong_setting_is_named_with_its_place_and_what_to_do(service: dict[st
     assert faults(table) == [f"p.toml: services.trainer.{line}"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ([], "t: model_name (--model-name): required, but missing"),
+        (["--model", "m", "--mode", "x"], "t: bridge.mode (--mode): 'x' is not one of none, shared_vllm"),
+        (["--model", "m", "--lr", "-1"], "t: lr: input should be greater than 0, but this is '-1'"),
+    ],
+    ids=["a missing one", "one by another name", "one by its name"],
+)
+def test_a_wrong_flag_is_named_where_its_setting_does_not_name_it(argv: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_flags(Trainer, argv, prog="t", description="")
+    assert str(caught.value) == line
+
+
+def test_a_table_that_is_missing_is_named_with_the_flag_of_what_chooses_it() -> None:
+    with pytest.raises(ConfigError, match=r"^t: task \(--task\): required, but missing"):
+        parse_flags(EnvironmentConfig, ["--model-name", "m"], prog="t", description="")
+
+
 def test_every_fault_has_a_line_of_its_own() -> None:
     lines = faults({"services": {"t": {"kind": "trainer", "lr": -1}, "s": {"kind": "server", "port": "x"}, "u": {}}})
     assert [line.split(": ")[1] for line in lines] == [
