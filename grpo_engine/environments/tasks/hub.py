@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -38,11 +41,27 @@ def hub_rows(name: str, *, split: str, task: str, instead: str, config: str | No
         raise ConfigError(
             f"task {task}: task.path is not set and the package `datasets` is not installed: {instead}"
         ) from None
+    _close_locks(Path(datasets.config.HF_DATASETS_CACHE), name)
     try:
         return list(datasets.load_dataset(name, config, split=split))
     # The hub's client raises errors of requests, huggingface_hub and its own; each means that it cannot be loaded.
     except Exception as error:
         raise ConfigError(f"task {task}: {name} cannot be loaded ({error}): {instead}") from error
+
+
+def _close_locks(cache: Path, name: str) -> None:
+    """Remove lock files of ours that others may read: whoever may open one can hold it, and `datasets` waits.
+
+    Other programs made them, with the usual umask; ours are for this user alone. What a group may write to stays: it
+    shares the cache.
+    """
+    owner_and_name = name.replace("/", "___")
+    for lock in (*cache.glob("*.lock"), *(cache / owner_and_name).rglob("*.lock")):
+        with suppress(OSError):
+            status = lock.lstat()
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if is_ours and status.st_mode & 0o044 and not status.st_mode & 0o022:
+                lock.unlink()
 
 
 def set_offline_if_unreachable() -> None:

@@ -6,11 +6,16 @@ Imports neither of them, so that it can be called before. Values that the user s
 from __future__ import annotations
 
 import logging
+import os
+import stat
+import tempfile
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 from grpo_engine.compilers import CODE_CACHES, settle_assembler
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.local import cache_folder
+from grpo_engine.python_command import others_may_fill
 from grpo_engine.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -26,7 +31,11 @@ _BLACKWELL = 10
 
 
 def settle_environment(config: ServerConfig, environment: MutableMapping[str, str]) -> None:
-    """Set the variables of vLLM and torch; a second call changes nothing."""
+    """Set the variables of vLLM and torch; a second call changes nothing.
+
+    Raises:
+        ConfigError: no temporary folder of this user's alone can be made.
+    """
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     # SageMaker's package, which vLLM's routes import, sets the root logger to this level, else to ERROR.
     environment.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", config.log_level)
@@ -40,6 +49,7 @@ def settle_environment(config: ServerConfig, environment: MutableMapping[str, st
     for variable, folder in CODE_CACHES.items():  # else in /tmp
         environment.setdefault(variable, str(caches / folder))
     settle_assembler(environment)
+    _settle_temporary_folder(environment)
     if config.enable_lora and _NO_LAUNCH_OVERLAP not in environment and _has_blackwell(environment):
         # Grid dependency control in vLLM's adapter kernels (PDL): Triton fails to compile it for Blackwell.
         environment[_NO_LAUNCH_OVERLAP] = "1"
@@ -51,6 +61,40 @@ def settle_environment(config: ServerConfig, environment: MutableMapping[str, st
     # A compiled model stored as one program loads in 0.3 s, not 3: vLLM's default with torch 2.12 and newer.
     if not any(environment.get(name) == value for name, value in _WITHOUT_WHOLE_PROGRAMS.items()):
         environment.setdefault("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
+
+
+def _settle_temporary_folder(environment: MutableMapping[str, str]) -> None:
+    """Give vLLM a temporary folder of this user's alone, as services of a run have one.
+
+    It waits without a limit for a lock there whose name is that of the model, and loads code that it has compiled there
+    under a name that is always the same (`VLLM_USE_NCCL_SYMM_MEM`): in `/tmp` another user may have either first.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    base = Path(tempfile.gettempdir())
+    if others_may_fill(base) is None:
+        return
+    try:
+        own = _own_folder(base / f"grpo-vllm-{os.geteuid()}")
+    except OSError as error:
+        raise ConfigError(
+            f"{base}: all users may write to it, and no folder of your own can be made there: {error.strerror}; set "
+            "TMPDIR to a folder of yours"
+        ) from None
+    environment["TMPDIR"] = str(own)
+    tempfile.tempdir = None  # what this process has found before
+
+
+def _own_folder(folder: Path) -> Path:
+    """The same folder for all servers of a user, or one of another name where somebody else has made it first."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    return folder
 
 
 def _has_blackwell(environment: Mapping[str, str]) -> bool:
