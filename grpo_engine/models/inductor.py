@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import signal
+from typing import Any
 
 _MODULES = (
     *("torch._dynamo.backends.inductor", "torch._inductor.compile_fx", "torch._inductor.async_compile"),
     *("torch._inductor.codegen.cuda_combined_scheduling", "sympy.tensor.tensor"),
 )
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
 def import_inductor(*, is_cpu: bool) -> None:
@@ -15,6 +18,7 @@ def import_inductor(*, is_cpu: bool) -> None:
     for name in _MODULES:
         importlib.import_module(name)
     compute_keys(is_cpu=is_cpu)
+    shield_compilers()
 
 
 def compute_keys(*, is_cpu: bool) -> None:
@@ -30,3 +34,23 @@ def compute_keys(*, is_cpu: bool) -> None:
         codecache.triton_key()
     if is_cpu:
         pick_vec_isa()
+
+
+def shield_compilers() -> None:
+    """Have the processes in which inductor compiles outlive a stop signal to the process group; they end with this one.
+
+    A step that waits for one of them is finished before a stop. Torch waits for ever for one that was ended: a trainer
+    that was stopped while it compiled was killed after its grace, without a checkpoint (torch 2.11 and 2.13).
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    start: Any = AsyncCompile.process_pool
+    if hasattr(start, "__wrapped__") and start.__wrapped__ is _shielded:
+        return
+
+    def process_pool() -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # inherited by what is started
+        try:
+            return start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)

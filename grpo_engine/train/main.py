@@ -28,7 +28,7 @@ from grpo_engine.data.source import RolloutApiSource
 from grpo_engine.errors import ConfigError, PeerUnavailable
 from grpo_engine.installed import is_on_cpu
 from grpo_engine.models.config import LoraSettings
-from grpo_engine.models.devices import limit_threads, require_device, trainable_device
+from grpo_engine.models.devices import avoid_fragments, limit_threads, require_device, trainable_device
 from grpo_engine.models.inductor import import_inductor
 from grpo_engine.models.loading import fitting_length, is_at_hand, load_config, load_tokenizer, modeling_module
 from grpo_engine.ranks.group import RankGroup, RanksFailed
@@ -100,6 +100,8 @@ def run(
         config = of_rank(config, place)
         write_stacks_on_signal()
     require_device(config.device)
+    if trainable_device(config.device).startswith("cuda") and not config.bridge.takes_turns:
+        avoid_fragments(os.environ)  # nothing of this process is exported, and no engine in it sleeps
     limit_threads("cpu" if config.cpu_offload else trainable_device(config.device), config.threads)
     torch.manual_seed(config.seed)
     ranks = RankGroup(

@@ -47,6 +47,7 @@ def empty_gpu() -> Iterator[None]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     yield
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()
     torch.cuda.empty_cache()
@@ -202,6 +203,7 @@ def test_8b_parameters_are_trained_in_what_inference_leaves_of_an_80_gb_card(
     if total < 1.1 * allowed:
         pytest.skip(f"needs {1.1 * allowed / 1e9:.0f} GB")
     torch.cuda.set_per_process_memory_fraction(allowed / total)
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # as `train` does, by the environment
     config = settings(**changes)
     subject = trainee(llama_8b(32), config)
     rehearse_step(subject)

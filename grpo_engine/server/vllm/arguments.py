@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.config import why_not_splittable
+from grpo_engine.models.devices import ALLOCATOR_VARIABLES
 from grpo_engine.models.loading import load_config, resolve_model
 from grpo_engine.processes import ProcessIdentity
 from grpo_engine.server.config import ServerConfig
@@ -39,7 +40,6 @@ _CPU_CACHE_BYTES = 1 << 30
 _CACHE_BYTES = struct.Struct("q")
 _shared_page = mmap.mmap(-1, mmap.PAGESIZE)
 """Shared by all servers that are forked from one fork server, which imports this module before it forks."""
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 logger = logging.getLogger(__name__)
 

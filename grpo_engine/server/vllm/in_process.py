@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 
 from grpo_engine.bridges.engine import Layer
 from grpo_engine.errors import BridgeError, ConfigError
+from grpo_engine.models.devices import ALLOCATOR_VARIABLES
 from grpo_engine.ranks.listeners import close_ports_of_gloo
 from grpo_engine.ranks.place import LOCAL_RANK, RANK, WORLD_SIZE
 from grpo_engine.server.config import ServerConfig
@@ -26,7 +27,7 @@ from grpo_engine.server.engine import Generation
 from grpo_engine.server.in_process import prompt_of
 from grpo_engine.server.prompts import max_new_tokens
 from grpo_engine.server.torch.weights import resolve_device
-from grpo_engine.server.vllm.arguments import ALLOCATOR_VARIABLES, check_platform, engine_settings
+from grpo_engine.server.vllm.arguments import check_platform, engine_settings
 from grpo_engine.server.vllm.checkpoint import Parameters, parameters_of
 from grpo_engine.server.vllm.environment import settle_environment
 from grpo_engine.server.vllm.requests import generation, sampling_params

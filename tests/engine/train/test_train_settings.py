@@ -22,10 +22,12 @@ from grpo_engine.colocate.config import TrainerConfig
 from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.errors import ConfigError
 from grpo_engine.flags import parse_flags, to_flags
+from grpo_engine.models.devices import ALLOCATOR_VARIABLES
 from grpo_engine.processes import ProcessIdentity
 from grpo_engine.ranks.positions import OwnPosition
 from grpo_engine.rollouts.config import ApiConfig
 from grpo_engine.server.config import ServerConfig
+from grpo_engine.train import main as train_main
 from grpo_engine.train.checkpointing.resuming import _compare, has_steps_left
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.launch import LaunchConfig, server_flags
@@ -403,3 +405,29 @@ def test_the_settings_in_a_checkpoint_are_those_of_the_run(tmp_path: Path) -> No
     assert parse_flags(TrainConfig, words, prog="train", description="") == config
     trainee(settings(atropos_url="http://run:pw@h:1")).write_state(tmp_path)
     assert parse_flags(TrainConfig, words, prog="train", description="").atropos_url == "http://run:***@h:1"
+
+
+@pytest.mark.parametrize(
+    ("mode", "set_by_user", "pieces"),
+    [("shared_vllm", "", True), ("broadcast", "", True), ("turns", "", False), ("broadcast", "backend:native", False)],
+)
+def test_memory_of_a_gpu_is_mapped_piece_by_piece_unless_it_is_exported_or_a_user_said_how(
+    mode: str, set_by_user: str, pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reached(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Reached
+
+    new, old = ALLOCATOR_VARIABLES
+    monkeypatch.setenv(new, "")
+    monkeypatch.setenv(old, set_by_user)
+    monkeypatch.setattr(train_main, "prepare", lambda _: None)
+    monkeypatch.setattr(train_main, "of_model", lambda config: config)
+    monkeypatch.setattr(train_main, "require_device", lambda _: None)
+    monkeypatch.setattr(train_main, "limit_threads", stop)
+    with pytest.raises(Reached):
+        train_main.run(TrainConfig.model_validate({"model_name": "m", "device": "cuda", "bridge": {"mode": mode}}))
+    assert os.environ[new] == ("expandable_segments:True" if pieces else "")
+    assert os.environ[old] == set_by_user
