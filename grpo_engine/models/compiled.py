@@ -9,6 +9,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.fx.experimental import _config as symbols
 
+from grpo_engine.models.inductor import shield_compilers
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -21,6 +23,7 @@ def compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     a rank was killed, two GPUs compiled for 48 s (torch 2.11; `torch/fx/experimental/symbolic_shapes.py`, duck
     shapes).
     """
+    shield_compilers()
     inner: Callable[Arguments, Result] = torch.compile(function, dynamic=True)
 
     @wraps(function)

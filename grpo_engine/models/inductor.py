@@ -1,4 +1,4 @@
-"""What inductor loads and computes before the first compilation of a process, also where its cache has all kernels."""
+"""What inductor loads before the first compilation of a process, and the processes in which it compiles."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
 def import_inductor(*, is_cpu: bool) -> None:
-    """Do it ahead; touches no GPU and starts no thread."""
+    """Load and compute it ahead, also where the cache has all kernels; touches no GPU and starts no thread."""
     for name in _MODULES:
         importlib.import_module(name)
     compute_keys(is_cpu=is_cpu)
-    shield_compilers()
 
 
 def compute_keys(*, is_cpu: bool) -> None:
@@ -39,18 +38,22 @@ def compute_keys(*, is_cpu: bool) -> None:
 def shield_compilers() -> None:
     """Have the processes in which inductor compiles outlive a stop signal to the process group; they end with this one.
 
-    A step that waits for one of them is finished before a stop. Torch waits for ever for one that was ended: a trainer
-    that was stopped while it compiled was killed after its grace, without a checkpoint (torch 2.11 and 2.13).
+    Torch waits without end for one that has exited: a trainer that was stopped while it compiled did not finish its
+    step, and was killed after its grace (torch 2.11 and 2.13, `torch/_inductor/compile_worker/subproc_pool.py`).
     """
     from torch._inductor.async_compile import AsyncCompile
 
     start: Any = AsyncCompile.process_pool
-    if hasattr(start, "__wrapped__") and start.__wrapped__ is _shielded:
+    if hasattr(start, "is_shielded"):
         return
 
     def process_pool() -> Any:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # inherited by what is started
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # a process inherits it
         try:
             return start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    process_pool.cache_clear = start.cache_clear  # type: ignore[attr-defined]  # called by torch in a fork
+    process_pool.is_shielded = True  # type: ignore[attr-defined]
+    AsyncCompile.process_pool = staticmethod(process_pool)  # type: ignore[method-assign,assignment]
