@@ -269,7 +269,8 @@ def _command_rows(row: str, width: int) -> list[str]:
     if cell_len(row) <= width or not flag.startswith("--") or value in ("", "\\"):
         return [row]
     indent = " " * (len(row) - len(row.lstrip()))
-    return [f"{indent}{flag} \\", f"{indent}  {value}"]
+    below = f"{indent}  {value}"
+    return [f"{indent}{flag} \\", below if cell_len(below) <= width else value]
 
 
 def _heading(text: str) -> Content:

@@ -102,15 +102,18 @@ def test_what_most_services_wait_for_stands_first_and_only_while_the_run_starts(
     assert awaited_services(up) == ()
 
 
-def test_a_value_that_does_not_fit_beside_its_flag_stands_below_it_as_a_shell_reads_it() -> None:
+@pytest.mark.parametrize(("num_folders", "indent"), [(11, 10), (14, 2)], ids=["with room", "with less"])
+def test_a_value_that_does_not_fit_beside_its_flag_stands_below_it_as_a_shell_reads_it(
+    num_folders: int, indent: int
+) -> None:
     (plan,) = (each for each in four_launches() if each.name == "vllm")
-    path = f"/{'long/' * 11}config.json"
+    path = f"/{'long/' * num_folders}cfg"
     plan = replace(plan, argv=("engine", "train", "--steps", "7", "--config-path", path, "--lr", "1e-5"))
     state = ViewState(run_folder=Path("logs/x"), now=NOW)
     page = service_page(service("vllm"), plan, ServiceHistory(), state, 80).plain
     command = page.partition("command\n")[2].partition("\n\n")[0]
     assert max(map(len, command.splitlines())) <= 80
-    assert f"        --config-path \\\n          {path} \\\n        --lr 1e-5" in command
+    assert f"        --config-path \\\n{' ' * indent}{path} \\\n        --lr 1e-5" in command
     assert shlex.split(command.replace("\\\n", " ")) == list(plan.argv)
 
 
