@@ -12,10 +12,20 @@ from grpo_engine.errors import PeerError, PeerUnavailable
 from grpo_engine.wire.run_folder import PLAN_FILE, SUPERVISOR_LOG
 from grpo_engine.wire.supervisor import RunStatus, Warning, how_to_go_on
 from grpo_tui.client.launch import OpenedRun, ensure_daemon, open_run, replace_daemon
-from grpo_tui.client.local import NoSuchRun, Run, find_run, is_over, latest_metrics, look_at, runs, stored_status
+from grpo_tui.client.local import (
+    NoSuchRun,
+    Run,
+    find_run,
+    is_over,
+    latest_metrics,
+    look_at,
+    recorded_processes,
+    runs,
+    stored_status,
+)
 from grpo_tui.client.new_daemon import NewDaemon, StartFailed
 from grpo_tui.client.socket import Daemon
-from grpo_tui.paths import registration_path, require_own, socket_path
+from grpo_tui.paths import broker_socket, registration_path, require_own, socket_path
 from grpo_tui.supervisor.lock import has_daemon, take_lock
 
 __all__ = [
@@ -68,13 +78,13 @@ async def end_orphans(run_id: str, report: Callable[[str], None]) -> bool:
         return False
     await teardown.sweep(run_id, None, ports=(), report=report)
     for folder in folders:
-        for path in (socket_path(folder), registration_path(folder)):
-            path.unlink(missing_ok=True)
+        _forget(folder)
     return True
 
 
 async def sweep_killed(run: Run, report: Callable[[str], None]) -> bool:
-    """Remove what a run left in shared memory and its temporary folder; returns whether there was anything.
+    """Remove what a run left in shared memory, its temporary folder and the folders of this host; returns whether there
+    was anything in the first two.
 
     Only of a run that was killed with its supervisor (a job that ended, a limit of memory), which removes it otherwise.
 
@@ -93,10 +103,18 @@ async def sweep_killed(run: Run, report: Callable[[str], None]) -> bool:
     if lock is None:  # a supervisor starts
         return False
     try:
-        swept = await teardown.sweep(run.id, None, ports=(), report=report, run_folder=run.folder)
+        ledger = recorded_processes(run.folder)
+        swept = await teardown.sweep(run.id, None, ports=(), report=report, ledger=ledger, run_folder=run.folder)
+        _forget(run.folder)
     finally:
         os.close(lock)
     return bool(swept.removed)
+
+
+def _forget(run_folder: Path) -> None:
+    """Remove the sockets and the registration of a run without a supervisor."""
+    for path in (socket_path(run_folder), broker_socket(run_folder), registration_path(run_folder)):
+        path.unlink(missing_ok=True)
 
 
 def _folders_of(run_id: str) -> set[Path]:

@@ -38,6 +38,7 @@ from grpo_tui.supervisor.keeper.client import KeeperState, keeper_states, living
 from grpo_tui.supervisor.lock import has_daemon
 
 if TYPE_CHECKING:
+    from grpo_tui.supervisor.keeper.proc import ProcessId
     from grpo_tui.supervisor.state_file import StateDocument
 
 READ_SUFFIXES = {".json", ".jsonl", ".log", ".txt"}
@@ -184,26 +185,28 @@ def look_at(folder: Path, marked: Callable[[], set[tuple[str, str | None]]] = ma
 
 
 def has_orphans(folder: Path, marked: set[tuple[str, str | None]]) -> bool:
-    """Whether processes are alive of a run that lost its supervisor and its keepers, by marker and ledger.
+    """Whether processes are alive of a run that lost its supervisor and its keepers, by marker and ledger."""
+    if (folder.name, str(folder.resolve())) in marked:
+        return True
+    return any(process.is_alive() for process in recorded_processes(folder))
 
-    The ledger counts only for a run that is registered: in a folder from elsewhere it may name any process.
+
+def recorded_processes(folder: Path) -> set[ProcessId]:
+    """The processes of a run, alive or not, as its last supervisor recorded them.
+
+    None of a run that is not registered: in a folder from elsewhere they may be any processes.
     """
-    from grpo_tui.supervisor.keeper import proc
+    from grpo_tui.supervisor.keeper.proc import ProcessId
     from grpo_tui.supervisor.registered import is_registered
     from grpo_tui.supervisor.state_file import boot_id, read_state
 
-    if (folder.name, str(folder.resolve())) in marked:
-        return True
     try:
-        if not is_registered(folder):
-            return False
-        document = read_state(folder)
+        document = read_state(folder) if is_registered(folder) else None
     except (GrpoError, OSError):
-        return False
+        return set()
     if document is None or document.ledger is None or document.ledger.boot_id != boot_id():
-        return False
-    seen = (proc.ProcessId(*each) for service in document.ledger.services.values() for each in service.processes)
-    return any(process.is_alive() for process in seen)
+        return set()
+    return {ProcessId(*each) for service in document.ledger.services.values() for each in service.processes}
 
 
 def lost_runs(logs: Path = LOGS) -> set[str]:

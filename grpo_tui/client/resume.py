@@ -55,7 +55,7 @@ from grpo_tui.client.lives import (
     set_store_aside,
     used_versions,
 )
-from grpo_tui.client.local import Run, StartRefused, find_run, look_at, stored_status
+from grpo_tui.client.local import Run, StartRefused, find_run, look_at, recorded_processes, stored_status
 from grpo_tui.client.new_daemon import NewDaemon
 from grpo_tui.paths import LOGS, require_own, runtime_folder
 from grpo_tui.run_files.whole_file import read_whole
@@ -425,4 +425,6 @@ def _clear(run: Run) -> None:
     """Remove what a run that was killed with its supervisor left: processes, shared memory, its temporary folder."""
     from grpo_tui.supervisor import teardown
 
-    asyncio.run(teardown.sweep(run.id, None, ports=(), report=lambda _: None, run_folder=run.folder))
+    ledger = recorded_processes(run.folder)
+    sweeping = teardown.sweep(run.id, None, ports=(), report=lambda _: None, ledger=ledger, run_folder=run.folder)
+    asyncio.run(sweeping)

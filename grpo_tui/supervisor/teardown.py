@@ -41,6 +41,8 @@ GPU_LIMIT_S = 15.0
 """The driver frees a large model's memory within a second; after this another process must have mapped it."""
 GPU_ROUND_S = 0.1
 SHARED_MEMORY = "/dev/shm"
+SEMAPHORE = "sem."
+"""What the C library puts before the names of semaphores."""
 CUDA_SHARED = re.compile(r"cuda\.shm\.[^.]+\.([0-9a-f]+)\.")
 NAMED_SHARED = re.compile(r"(?:torch|psm)_(\d+)_")
 
@@ -93,7 +95,7 @@ async def sweep(
     for words in (*stuck, *held):
         report(f"{whose}: {words} still alive after SIGKILL: it hangs in the kernel, often in a driver")
     gpu_memory_bytes = None if gpu_memory is None else await _gpu_is_free(gpu_memory, whose, report)
-    removed = await asyncio.to_thread(remove_shared_memory, run if service is None else None, ledger)
+    removed = await asyncio.to_thread(remove_shared_memory, run, ledger, is_over=service is None)
     if removed:
         report(f"{whose}: removed from shared memory: {', '.join(removed)}")
     if service is None:
@@ -206,21 +208,23 @@ async def _remove_temporary(run: str, folder: Path | None, report: Report) -> li
     return removed
 
 
-def remove_shared_memory(run: str | None, ledger: frozenset[ProcessId]) -> list[str]:
+def remove_shared_memory(run: str, ledger: frozenset[ProcessId], *, is_over: bool = True) -> list[str]:
     """Remove files of dead processes in shared memory, and at the end of a run `grpo-<run>-*`; only our own user's.
 
     Of a run `a`, what a live run `a-b` has made, `grpo-a-b-*`, is left alone.
 
     The CUDA driver (`cuda.shm.<device>.<pid in hex>.<n>`), torch (`torch_<pid>_*`) and our servers with vLLM
-    (`psm_<pid>_*`) leave the files by which memory was shared between processes, unless every process that mapped it
-    ended in the right order.
+    (`grpo-<run>-psm_<pid>_*`, `sem.grpo-<run>-*`) leave the files by which memory was shared between processes, unless
+    every process that mapped it ended in the right order. Only names say whose a file is: what processes of the run map
+    may be a model that a user has put there.
     """
     dead = {entry.pid for entry in ledger if proc.identify(entry.pid) is None}  # nor a later process with its pid
-    others = () if run is None else _stems_of_longer_names(run)
+    stem, others = f"grpo-{run}-", _stems_of_longer_names(run)
 
     def is_left(name: str) -> bool:
-        is_of_run = run is not None and name.startswith(f"grpo-{run}-") and not name.startswith(others)
-        return is_of_run or _left_by(name) in dead
+        named = name.removeprefix(SEMAPHORE)
+        is_of_run = named.startswith(stem) and not named.startswith(others)
+        return (is_over and is_of_run) or _left_by(name.removeprefix(stem)) in dead
 
     removed = []
     for path, is_folder in list(_of_ours(is_left)):
@@ -242,7 +246,7 @@ def _stems_of_longer_names(run: str) -> tuple[str, ...]:
 
 
 def _left_by(name: str) -> int | None:
-    """The process that made a file of shared memory, if its name contains the pid."""
+    """The process that made a file of shared memory, if its name (without that of the run) contains the pid."""
     if found := CUDA_SHARED.match(name):
         return int(found[1], 16)
     return int(found[1]) if (found := NAMED_SHARED.match(name)) else None

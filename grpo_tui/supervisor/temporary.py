@@ -6,6 +6,7 @@ Caches that programs keep in a temporary folder from run to run (compiled code, 
 
 from __future__ import annotations
 
+import errno
 import getpass
 import hashlib
 import logging
@@ -31,6 +32,7 @@ CHANCE = re.compile(r"[a-z0-9_]{8}")
 OF_TORCH = "torchinductor_{user}"
 OF_OTHERS = ("{user}", "data-gym-cache", "tiktoken-rs-cache")
 """The caches of CUTLASS and FlashAttention, of tiktoken and of its Rust port in the temporary folder."""
+REMOVE_ROUNDS = 3
 log = logging.getLogger(__name__)
 
 
@@ -129,12 +131,29 @@ def remove_folders(run: str, known: Path | None) -> tuple[list[str], list[str]]:
         _move_kept(folder)
         try:
             was_empty = not any(folder.iterdir())
-            shutil.rmtree(folder)
+            _remove(folder)
         except OSError as error:
             left.append(f"{error.filename or folder}: {error.strerror or error}")
         else:
             removed += [] if was_empty else [str(folder)]
     return removed, left
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder in which a process that is ending may still make and remove files.
+
+    Raises:
+        OSError: a file cannot be removed, or the folder still changes.
+    """
+    for num_left in reversed(range(REMOVE_ROUNDS)):
+        try:
+            shutil.rmtree(folder)
+            return
+        except OSError as error:
+            if num_left == 0 or error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
+        if not folder.exists():
+            return
 
 
 def _named(base: Path, stem: str) -> Iterator[Path]:

@@ -284,23 +284,25 @@ async def test_a_sweep_does_not_kill_its_own_process(stage: Stage) -> None:
 
 async def test_only_shared_memory_of_the_run_is_removed_at_its_end(stage: Stage) -> None:
     ours, sibling = (Path(f"/dev/shm/grpo-{run}-rank0") for run in (stage.run, f"x{stage.run}"))
+    semaphore = Path(f"/dev/shm/sem.grpo-{stage.run}-mp-0a1b2c3d")
     folder = Path(f"/dev/shm/grpo-{stage.run}-adapters")
     try:
-        ours.write_bytes(b"weights")
-        sibling.write_bytes(b"weights")
+        for path in (ours, semaphore, sibling):
+            path.write_bytes(b"weights")
         os.mkdir(folder)
         (folder / "v1").touch()
         await swept(stage)
         assert ours.exists()
         report, lines = await swept(stage, service=None)
-        assert sorted(report.removed) == sorted([str(ours), str(folder)])
+        assert sorted(report.removed) == sorted(map(str, (ours, folder, semaphore)))
         assert not ours.exists()
         assert folder.name not in os.listdir("/dev/shm")
         assert sibling.exists()
-        assert lines[0].startswith(f"run {stage.run}: removed from shared memory: /dev/shm/grpo-")
+        assert lines[0].startswith(f"run {stage.run}: removed from shared memory: /dev/shm/")
     finally:
         sibling.unlink()
-        ours.unlink(missing_ok=True)
+        for path in (ours, semaphore):
+            path.unlink(missing_ok=True)
 
 
 def test_shared_memory_of_a_live_run_whose_longer_name_begins_with_this_one_is_left_alone(
@@ -406,12 +408,19 @@ async def test_shared_memory_that_drivers_made_for_an_exited_process_is_removed(
         folder / f"cuda.shm.0.{dead.pid:x}.1",
         folder / f"torch_{dead.pid}_2613122617_0",
         folder / f"psm_{dead.pid}_0a1b2c3d",
+        folder / f"grpo-{stage.run}-psm_{dead.pid}_0a1b2c3d",
     ]
-    kept = [folder / f"cuda.shm.0.{os.getpid():x}.1", folder / f"torch_{os.getpid()}_1_0", folder / "psm_0a1b2c3d"]
+    kept = [
+        folder / f"cuda.shm.0.{os.getpid():x}.1",
+        folder / f"torch_{os.getpid()}_1_0",
+        folder / "psm_0a1b2c3d",
+        folder / f"grpo-{stage.run}-psm_{os.getpid()}_0a1b2c3d",
+        folder / f"grpo-x{stage.run}-psm_{dead.pid}_0a1b2c3d",  # of a run elsewhere, which counts other processes
+    ]
     try:
         for path in (*left, *kept):
             path.touch()
-        report, _ = await swept(stage, service=None, ledger=[dead])
+        report, _ = await swept(stage, ledger=[dead])
         assert not any(path.exists() for path in left)
         assert all(path.exists() for path in kept)
         assert set(report.removed) == {str(path) for path in left}

@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ import os, signal, socket, tempfile
 path = tempfile.mkdtemp() + "/s"
 socket.socket(socket.AF_UNIX).bind(path)
 print("left", path, flush=True)
+signal.pause()
+"""
+LEAVES_MEMORY = """
+import os, pathlib, signal
+memory = pathlib.Path(f"/dev/shm/torch_{os.getpid()}_2613122617_0")
+memory.touch()
+print("left", memory, flush=True)
 signal.pause()
 """
 PRINTS_TMPDIR = "import os, signal; print('left', os.environ['TMPDIR'], flush=True); signal.pause()"
@@ -67,6 +75,23 @@ def test_temporary_files_are_removed_with_the_run_after_services_and_supervisor_
     assert all(path.is_socket() for path in sockets)
     assert f"removed files that its services left in {folder}" in place.succeed("down")
     assert set(os.listdir(place.temporary)) <= OF_HOST
+
+
+@pytest.mark.slow
+def test_memory_named_by_a_process_is_removed_after_everything_was_killed_at_once(place: Workplace) -> None:
+    """`down` then knew no process of the run, so 400 MB of each server with vLLM stayed in /dev/shm."""
+    run = place.up(service("a", LEAVES_MEMORY, ready=READY))
+    memory = left(place, "a")[0]
+    recorded = place.run_folder() / "state.json"
+    until(lambda: f"[{place.pid()}," in recorded.read_text().replace(" ", "").replace("\n", ""))
+    everything = [place.supervisor(), *place.survivors()]
+    for process in everything:
+        with suppress(ProcessLookupError):  # a keeper exits with its service
+            os.kill(process.pid, signal.SIGKILL)
+    until(lambda: not place.survivors() and not place.supervisors())
+    assert memory.exists()
+    assert f"removed from shared memory: {memory}" in place.succeed("down", run)
+    assert not memory.exists()
 
 
 @pytest.mark.slow
@@ -197,3 +222,28 @@ def test_compiled_code_and_vocabularies_are_kept_from_run_to_run(outside: Path, 
 def test_a_folder_for_compiled_code_that_the_user_sets_is_kept(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(temporary.COMPILED_CODE, "/elsewhere")
     assert temporary.variables(outside) == {"TMPDIR": str(outside)}
+
+
+@pytest.mark.parametrize("change", ["made", "removed"])
+def test_the_folder_is_removed_while_a_process_that_ends_still_changes_it(
+    change: str, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed, with a line that asked for its removal by hand."""
+    folder = temporary.make_folder(RUN)
+    (folder / "kept").touch()
+    (folder / "sockets").mkdir()
+    rmdir = os.rmdir
+    num_calls = 0
+
+    def rmdir_after_a_change(path: str, **at: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1 and change == "made":
+            (folder / "late").touch()
+        elif num_calls == 1:
+            rmdir(folder / "sockets")
+        rmdir(path, **at)
+
+    monkeypatch.setattr(os, "rmdir", rmdir_after_a_change)
+    assert temporary.remove_folders(RUN, folder) == ([str(folder)], [])
+    assert os.listdir(outside) == []

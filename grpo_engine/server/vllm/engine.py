@@ -41,7 +41,7 @@ from grpo_engine.server.vllm.arguments import (
 )
 from grpo_engine.server.vllm.checkpoint import Parameters, can_reload_below_adapters, check_fits, parameters_of
 from grpo_engine.server.vllm.generations import DEAD, Generations
-from grpo_engine.server.vllm.patches import Patch, check_patches, needed_patches
+from grpo_engine.server.vllm.patches import Patch, check_patches, name_shared_memory, needed_patches
 from grpo_engine.server.vllm.requests import sampling_params
 from grpo_engine.server.vllm.requirements import check_room, installed_vllm, visible_gpus
 from grpo_engine.server.vllm.sharing import Sharing, share
@@ -177,6 +177,7 @@ class VllmEngine:
 
     def _load(self) -> AsyncLLM:
         prepare_environment(self._config, os.environ)
+        name_shared_memory()
         self._turn.take(self._is_closing.is_set)
         self._check_room()
         tokenizer = load_tokenizer(self._config.model_name)

@@ -2,7 +2,7 @@
 
 Patches of workers and of the engine are defined where they are applied, each one function with its reason and versions.
 Each leaves a mark, and the server does not start without the patches that its settings need. Those that only make
-forked processes start sooner are here. Imports vLLM only inside functions.
+forked processes start sooner, and those of shared memory, are here. Imports vLLM only inside functions.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import gc
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from multiprocessing import shared_memory
+from multiprocessing import process, shared_memory
 from typing import Any
 
+from grpo_engine.bridges.memory.shared_names import run_of, stem_of
+from grpo_engine.bridges.memory.weight_lock import SHARED_MEMORY
 from grpo_engine.errors import ModelError
 from grpo_engine.server.config import ServerConfig
 
@@ -117,16 +119,63 @@ def _leave_frozen() -> None:
 
 
 def name_shared_memory() -> None:
-    """Put the process into the name of its shared memory: `psm_<pid>_<random>`.
+    """Put the run into the names of Python's shared memory and semaphores, here and in processes that are spawned:
+    `grpo-<run>-psm_<pid>_<random>`, by hand `psm_<pid>_<random>`.
 
-    Breaks: nothing is left after `kill -9`. With tensor parallelism vLLM's queues are files of up to 250 MB in
-    /dev/shm, whose names say nothing, so that the supervisor could not tell whose they are, and left them.
-    When: forked processes. Versions: Python 3.11 to 3.14.
-    Upstream: CPython, `Lib/multiprocessing/shared_memory.py`; vLLM names none (`distributed/device_communicators/
-    shm_broadcast.py`).
+    Breaks: nothing is left after `kill -9`. vLLM's queues are files of up to 250 MB in /dev/shm, whose names say
+    nothing, so that the supervisor could not tell whose they are, and left them.
+    When: always. Versions: Python 3.11 to 3.14.
+    Upstream: CPython, `Lib/multiprocessing/shared_memory.py` and `process.py`; vLLM names none
+    (`distributed/device_communicators/shm_broadcast.py`).
     """
     shared_memory._make_filename = _named_by_process  # type: ignore[attr-defined]
+    passed_on = process.current_process()._config  # type: ignore[attr-defined]
+    passed_on["grpo_names"] = _Naming()
+    if stem := _stem_of_run():
+        passed_on["semprefix"] = f"/{stem}mp"
+
+
+class _Naming:
+    """Calls `name_shared_memory` where it is unpickled: as a process that was spawned begins."""
+
+    def __reduce__(self) -> tuple[Callable[[], _Naming], tuple[()]]:
+        return _named_too, ()
+
+
+def _named_too() -> _Naming:
+    name_shared_memory()
+    return _Naming()
 
 
 def _named_by_process() -> str:
-    return f"/psm_{os.getpid()}_{secrets.token_hex(4)}"
+    return f"/{_stem_of_run()}psm_{os.getpid()}_{secrets.token_hex(4)}"
+
+
+def unlink_group_memory() -> None:
+    """Unlink the memory of vLLM's process groups on a CPU once all ranks have mapped it; until then the run is in its
+    name.
+
+    Breaks: nothing is left after a run. Each rank of a group has a file of 4 MB in /dev/shm, which only a destructor
+    removes that does not run in forked workers: it stayed after every server, also one that ended in order.
+    When: CPU platform with tensor parallelism. Versions: 0.26 to 0.33.
+    Upstream: https://github.com/vllm-project/vllm, `vllm/distributed/device_communicators/cpu_communicator.py`,
+    `_CPUSHMDistributed`, and `csrc/cpu/shm.cpp`, `SHMManager`.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original = _CPUSHMDistributed._init_cpu_shm
+
+    def map_and_unlink(group: Any) -> Any:
+        group.group_name = f"{_stem_of_run()}{group.group_name}"
+        handle = original(group)  # returns behind a barrier: every rank has mapped the memory of every other one
+        for rank in range(group.communicator.world_size):
+            SHARED_MEMORY.joinpath(f"{group.group_name}_{rank}").unlink(missing_ok=True)
+        return handle
+
+    _CPUSHMDistributed._init_cpu_shm = map_and_unlink
+
+
+def _stem_of_run() -> str:
+    """The beginning of names that a supervisor removes at the end of its run; none by hand."""
+    run = run_of(os.environ)
+    return "" if run is None else stem_of(run)

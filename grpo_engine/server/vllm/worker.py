@@ -23,7 +23,7 @@ import psutil
 from grpo_engine.errors import BridgeError
 from grpo_engine.processes import ProcessIdentity, ProcessTree, is_resource_tracker, running, terminate, wait_gone
 from grpo_engine.ranks.listeners import close_ports_of_gloo, has_closed_ports_of_gloo
-from grpo_engine.server.vllm.patches import Patch
+from grpo_engine.server.vllm.patches import Patch, unlink_group_memory
 from grpo_engine.wire.environment_variables import VLLM_SERVER_VARIABLE, VLLM_SHARE_VARIABLE
 
 if TYPE_CHECKING:
@@ -402,10 +402,11 @@ def _set_up_process() -> None:
         return
     watch_server(ProcessIdentity(int(pid), int(start_ticks)))
     close_ports_of_gloo()
-    if os.environ.get(VLLM_SHARE_VARIABLE) == "1":
-        from vllm.platforms import current_platform
+    from vllm.platforms import current_platform
 
-        if current_platform.is_cpu():
+    if current_platform.is_cpu():
+        unlink_group_memory()
+        if os.environ.get(VLLM_SHARE_VARIABLE) == "1":
             keep_cpu_weights()
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from multiprocessing import shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from serving import python_path
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.server.vllm.patches import name_shared_memory
+from grpo_engine.server.vllm.patches import unlink_group_memory
 from grpo_engine.server.vllm.sockets import FOLDER_VARIABLE, socket_folder
+from grpo_engine.wire.environment_variables import RUN_VARIABLE
 from grpo_engine.wire.supervisor import MAX_TEMPORARY_FOLDER_BYTES
 
 SOCKET = "123e4567-e89b-12d3-a456-426614174000"
@@ -110,13 +116,80 @@ def test_a_temporary_folder_that_cannot_be_written_is_named(monkeypatch: pytest.
         pass
 
 
-def test_shared_memory_of_vllm_is_named_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queues of 250 MB stayed in /dev/shm after kill -9: their names did not say whose they were."""
-    monkeypatch.setattr(shared_memory, "_make_filename", shared_memory._make_filename)  # type: ignore[attr-defined]
+USES_SHARED_MEMORY = """
+import json, multiprocessing, os, sys
+from multiprocessing.shared_memory import SharedMemory
+
+from grpo_engine.server.vllm.patches import name_shared_memory
+
+def names(queue, num_below):
+    memory = SharedMemory(create=True, size=16)
+    queue.put([memory.name, os.getpid(), multiprocessing.Lock()._semlock.name])
+    if num_below:
+        spawn(queue, num_below - 1)
+    memory.close()
+    memory.unlink()
+
+def spawn(queue, num_below):
+    below = multiprocessing.Process(target=names, args=(queue, num_below))
+    below.start()
+    below.join()
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
     name_shared_memory()
-    memory = shared_memory.SharedMemory(create=True, size=16)
+    queue = multiprocessing.SimpleQueue()
+    names(queue, 2)
+    print(json.dumps([queue.get() for _ in range(3)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("run", "stem", "semaphores"), [(None, "", "/mp-"), ("tiny-1", "grpo-tiny-1-", "/grpo-tiny-1-")]
+)
+def test_shared_memory_of_vllm_is_named_by_its_run_and_process(
+    run: str | None, stem: str, semaphores: str, tmp_path: Path
+) -> None:
+    """Queues of 250 MB stayed in /dev/shm: after kill -9 of a server their names did not say whose they were, and
+    after that of everything only the name of the run is known. The server, its engine core and a worker."""
+    program = tmp_path / "program.py"
+    program.write_text(USES_SHARED_MEMORY)
+    environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
+    environment |= {"PYTHONPATH": python_path(), **({} if run is None else {RUN_VARIABLE: run})}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    for memory, pid, semaphore in json.loads(done.stdout):
+        assert memory.startswith(f"{stem}psm_{pid}_")
+        assert semaphore.startswith(semaphores)
+
+
+def test_the_memory_of_a_process_group_of_vllm_has_the_name_of_its_run_until_all_ranks_have_mapped_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two files of 4 MB stayed in /dev/shm after each server of two processes; `test_vllm_tensor_parallel.py` has the
+    real class."""
+    seen = []
+
+    class Group:
+        group_name = f"{secrets.token_hex(8)}-tp:0-[0-1]-cpushm"
+        communicator = SimpleNamespace(world_size=2)
+
+        def _init_cpu_shm(self) -> int:
+            for rank in range(2):
+                file = Path(f"/dev/shm/{self.group_name}_{rank}")
+                file.touch()
+                seen.append(file)
+            return 7
+
+    name = "vllm.distributed.device_communicators.cpu_communicator"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(_CPUSHMDistributed=Group))
+    monkeypatch.setenv(RUN_VARIABLE, "tiny-1")
+    unlink_group_memory()
     try:
-        assert memory.name.startswith(f"psm_{os.getpid()}_")
+        assert Group()._init_cpu_shm() == 7
+        assert [file.name for file in seen] == [f"grpo-tiny-1-{Group.group_name}_{rank}" for rank in range(2)]
+        assert not any(file.exists() for file in seen)
     finally:
-        memory.close()
-        memory.unlink()
+        for file in seen:
+            file.unlink(missing_ok=True)
