@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -65,6 +66,7 @@ def weights_of(model: torch.nn.Module) -> list[Callable[[], None]]:
 
 def publish_and_die(settings: dict[str, object], model: Path, url: str, folder: Path, server: Path) -> None:
     """A trainer that is killed after its fifth step."""
+    tempfile.tempdir = str(folder)  # it leaves the folder in which its weight groups meet
     bridge = bridge_of(settings, model, url, folder, server)
     write = weights_of(bridge.attach().model)
     for version in range(1, 6):
@@ -214,6 +216,8 @@ class KilledInStep6(Recorder):
 def train_beside(model: Path, url: str, folder: Path, server: Path, *, is_killed: bool, first_batch: int) -> None:
     config = training.settings(model_name=str(model), training_steps=9, checkpoint_interval=20)
     batches = [training.made_up_groups(seed) for seed in range(first_batch, 9)]
+    if is_killed:
+        tempfile.tempdir = str(folder)
     bridge = bridge_of({"mode": "none", "every_steps": 4}, model, url, folder, server)
     recorder = (KilledInStep6 if is_killed else Recorder)(folder, total_steps=9, show_times=False)
     with closing(bridge), recorder:

@@ -76,7 +76,11 @@ class Launcher:
     def __init__(self, folder: Path) -> None:
         self.restarts_file, self.output = folder / "restarts.json", folder / "output"
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(self.restarts_file)], stdout=output)
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", LAUNCHER, str(self.restarts_file)],
+                stdout=output,
+                env={**os.environ, "TMPDIR": str(folder)},  # a launcher that is killed leaves its folder
+            )
 
     def ranks(self, start: int) -> list[tuple[int, int]]:
         """Pids of the ranks, by number, and of what they leave; waits for their start, counted from 0."""
