@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from grpo_engine.diagnosis.text import count_text
 from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.codec import may_be_hollow
 from grpo_engine.wire.run_folder import KEEPERS, PLAN_FILE, STATE_FILE, SUPERVISOR_LOG
@@ -261,7 +262,7 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
             raise NoSuchRun(f"run {prefix!r}: {unreadable[0]}")
         names = ", ".join(f"{run.id} ({_state_word(run)})" for run in (found or known)[:MOST_NAMED])
         if len(found or known) > MOST_NAMED:
-            names += f" and {len(found or known) - MOST_NAMED} older ones"
+            names += f" and {count_text(len(found or known) - MOST_NAMED, 'older one')}"
         what = "several runs match" if found else "no such run"
         raise NoSuchRun(
             f"run {prefix!r}: {what}; runs, the newest first: {names or f'none in {os.path.realpath(logs)}'}"

@@ -92,10 +92,10 @@ def advice(all_: Sequence[Simulated], configured: int | None) -> list[str]:
     of_bounds = {each.result.layout.max_staleness for each in all_}
     lines = []
     if len(of_bounds) > 1:
+        has = "leaves it unset" if configured is None else f"has {configured}"
         lines.append(
             f"max_staleness {bound_text(layout.max_staleness)} suffices: {best.result.tokens_per_s:,.0f} tokens/s, and "
-            f"the fastest has {max(each.result.tokens_per_s for each in all_):,.0f}; the profile has "
-            f"{bound_text(configured)}"
+            f"the fastest has {max(each.result.tokens_per_s for each in all_):,.0f}; the profile {has}"
         )
     sides = f"{count_text(layout.num_ranks, 'trainer rank')} : {count_text(layout.num_servers, 'server')}"
     found = who_waits(best.result.trainer_busy, best.result.generation_busy)

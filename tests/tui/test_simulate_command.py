@@ -44,6 +44,7 @@ def test_the_least_staleness_that_is_nearly_as_fast_as_the_fastest_is_recommende
     rows = [simulated(0, 60.0), simulated(1, 98.0), simulated(4, 100.0)]
     assert best_of(rows) is rows[1]
     assert advice(rows, 4)[0] == "max_staleness 1 suffices: 98 tokens/s, and the fastest has 100; the profile has 4"
+    assert advice(rows, None)[0].endswith("; the profile leaves it unset")
 
 
 def test_the_slower_side_is_named_with_how_much_faster_it_must_be() -> None:
