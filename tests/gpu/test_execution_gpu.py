@@ -6,12 +6,15 @@ import random
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from training import saving
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.data.batching import Batch, make_batch
 from grpo_engine.train.config import TrainConfig
+from grpo_engine.train.memory.rehearsal import rehearse_step
+from grpo_engine.train.step import gradient_step
 from grpo_engine.train.trainee import Trainee
 from grpo_engine.wire.rollouts import ScoredGroup
 
@@ -20,7 +23,28 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 VOCABULARY = 512
 
 
-def batch(*, size: int, prompt: int, lengths: tuple[int, int], groups: int = 3) -> Batch:
+def llama(**changes: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).to("cuda", torch.bfloat16)
+
+
+def trained(model: LlamaForCausalLM, **settings: object) -> Trainee:
+    base = {"model_name": "test/model", "optimizer": "adamw", "device": "cuda", "seq_len": 1024}
+    config = TrainConfig.model_validate({**base, **settings})
+    return Trainee(BridgeModel(model=model, is_shared=False, policy_version=0, save=saving(model)), config)
+
+
+def batch(*, size: int, prompt: int, lengths: tuple[int, int], groups: int = 3, seq_len: int = 1024) -> Batch:
     rng = random.Random(0)
     made = []
     for _ in range(groups):
@@ -34,28 +58,12 @@ def batch(*, size: int, prompt: int, lengths: tuple[int, int], groups: int = 3) 
                 inference_logprobs=[[1.0] * prompt + [-6.0] * len(c) for c in completions],
             )
         )
-    return make_batch(made, seq_len=1024)
+    return make_batch(made, seq_len=seq_len)
 
 
 def gradients(rows: Batch, *, shares_prompts: bool = True, **settings: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities, and all gradients in one tensor; as the masters have them."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=2048,
-        )
-    ).to("cuda", torch.bfloat16)
-    config = TrainConfig.model_validate(
-        {"model_name": "test/model", "optimizer": "adamw", "device": "cuda", "seq_len": 1024, **settings}
-    )
-    trainee = Trainee(BridgeModel(model=model, is_shared=False, policy_version=0, save=saving(model)), config)
+    trainee = trained(llama(), **settings)
     trainee._scorer.shares_prompts = shares_prompts
     logprobs, entropy = trainee.logprobs(rows)
     torch.autograd.backward((logprobs * rows.rewards.to("cuda")[:, None] + 0.1 * entropy).sum())
@@ -88,3 +96,18 @@ def test_no_execution_mode_changes_the_gradients(
     assert (found - expected)[rows.mask].abs().mean() < 0.01
     assert torch.cosine_similarity(gradient.double(), reference.double(), dim=0) > 0.999
     assert gradient.norm() == pytest.approx(float(reference.norm()), rel=0.02)
+
+
+def test_no_batch_after_the_rehearsal_is_compiled_for() -> None:
+    settings = {"seq_len": 2048, "micro_batch_tokens": 4096, "batch_size": 4, "gradient_accumulation_steps": 4}
+    trainee = trained(
+        llama(hidden_size=4096, intermediate_size=8192, num_hidden_layers=1, num_attention_heads=32, head_dim=128),
+        compile_layers=True,
+        **settings,
+    )
+    rehearse_step(trainee)
+    before = counters["stats"]["unique_graphs"]
+    assert before > 0
+    for size, prompt, lengths in [(4, 115, (512, 512)), (4, 60, (1, 40)), (1, 5, (1, 1)), (3, 30, (700, 1900))]:
+        gradient_step(trainee, batch(size=size, prompt=prompt, lengths=lengths, seq_len=2048), step=0, policy_version=0)
+    assert counters["stats"]["unique_graphs"] == before

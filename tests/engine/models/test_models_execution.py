@@ -98,7 +98,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     torch._dynamo.reset()
     traced: list[torch.fx.GraphModule] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+    def backend(graph: torch.fx.GraphModule, inputs: list[object], **_options: object) -> Callable[..., object]:
         traced.append(graph)
         return graph.forward
 
