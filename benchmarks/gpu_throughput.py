@@ -15,6 +15,7 @@ import argparse
 import gc
 import importlib.util
 import json
+import os
 import random
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from grpo_engine.bridges import BridgeModel
 from grpo_engine.config import apply_overrides
 from grpo_engine.data.batching import make_batch
-from grpo_engine.models.devices import limit_threads
+from grpo_engine.models.devices import avoid_fragments, limit_threads
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.step import gradient_step
 from grpo_engine.train.trainee import Trainee
@@ -101,6 +102,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         "training_steps": 10**6,
     }
     config = TrainConfig.model_validate(apply_overrides(table, args.settings))
+    avoid_fragments(os.environ)
     limit_threads(config.device, config.threads)
     trained = model(torch.bfloat16)
     trainee = Trainee(
