@@ -36,7 +36,9 @@ def compute_keys(*, is_cpu: bool) -> None:
 
 
 def shield_compilers() -> None:
-    """Have the processes in which inductor compiles outlive a stop signal to the process group; they end with this one.
+    """Have the processes in which inductor compiles outlive a stop signal to the process group.
+
+    They end after this one, when what they compile is done: they ignore torch's own SIGTERM too.
 
     Torch waits without end for one that has exited: a trainer that was stopped while it compiled did not finish its
     step, and was killed after its grace (torch 2.11 and 2.13, `torch/_inductor/compile_worker/subproc_pool.py`).

@@ -60,6 +60,28 @@ def test_vllm_has_a_temporary_folder_that_no_other_user_may_enter(laid: str, sha
     assert (folder == theirs) == (laid == "nothing")
 
 
+def test_vllm_has_a_temporary_folder_though_another_user_removes_the_one_of_its_name_meanwhile(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who made and removed it in a loop had some starts refused."""
+    theirs = shared / f"grpo-vllm-{os.geteuid()}"
+    theirs.mkdir()
+    mkdir = os.mkdir
+
+    def mkdir_before_it_is_removed(path: Path | str, mode: int = 0o777) -> None:
+        try:
+            mkdir(path, mode)
+        except FileExistsError:
+            theirs.rmdir()
+            raise
+
+    monkeypatch.setattr(os, "mkdir", mkdir_before_it_is_removed)
+    environment: dict[str, str] = {}
+    settle_environment(ServerConfig.model_validate({"model_name": "m", "engine": "vllm", "device": "cpu"}), environment)
+    folder = Path(environment["TMPDIR"])
+    assert (folder.parent, folder.lstat().st_mode & 0o7777) == (shared, 0o700)
+
+
 def test_vllm_keeps_a_temporary_folder_of_a_run(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (of_run := shared / "grpo-run-12345678").mkdir(mode=0o700)
     monkeypatch.setenv("TMPDIR", str(of_run))

@@ -10,6 +10,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 from grpo_engine.compilers import CODE_CACHES, settle_assembler
@@ -88,13 +89,13 @@ def _settle_temporary_folder(environment: MutableMapping[str, str]) -> None:
 
 def _own_folder(folder: Path) -> Path:
     """The same folder for all servers of a user, or one of another name where somebody else has made it first."""
-    try:
+    with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    except FileExistsError:
+    with suppress(FileNotFoundError):  # theirs, and removed since
         status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
-    return folder
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+            return folder
+    return Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
 
 
 def _has_blackwell(environment: Mapping[str, str]) -> bool:
