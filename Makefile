@@ -13,7 +13,8 @@ GPU := $(VENV)/.gpu
 ATROPOS := $(VENV)/atropos
 
 # At most 10 minutes for `make test`, 30 for `make test-all`, on two quiet cores: scripts/test_durations.py.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Fast tests wait half of the time, so three at once; of the others up to three would be a real vLLM, for which memory lacks.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 CHECK := $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 .PHONY: demo smollm gpu test test-all check format bench clean
@@ -29,11 +30,11 @@ gpu: $(GPU)  ## vLLM for CUDA, with the torch that it is built for; then .venv/b
 
 test: $(TEST)  ## format, lint, types, import contracts, and every promise of the README against real processes
 	@rm -f build/fast.xml; started=$$(date +%s); $(CHECK) && \
-	$(PYTEST) -m "not gpu and not extended" --junitxml=build/fast.xml; status=$$?; \
+	$(PYTEST) -n 3 -m "not gpu and not extended" --junitxml=build/fast.xml; status=$$?; \
 	$(BIN)/python scripts/test_durations.py report fast build/fast.xml $$(($$(date +%s) - started)); exit $$status
 
 test-all: test  ## and the tests marked `extended`: kill matrices, long fuzzing, more of vLLM, TRL and Atropos
-	@rm -f build/extended.xml; started=$$(date +%s); $(PYTEST) -m "not gpu and extended" --junitxml=build/extended.xml; status=$$?; \
+	@rm -f build/extended.xml; started=$$(date +%s); $(PYTEST) -n 2 -m "not gpu and extended" --junitxml=build/extended.xml; status=$$?; \
 	$(BIN)/python scripts/test_durations.py report extended build/extended.xml $$(($$(date +%s) - started)); exit $$status
 
 check: $(TEST)
