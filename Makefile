@@ -13,7 +13,7 @@ GPU := $(VENV)/.gpu
 ATROPOS := $(VENV)/atropos
 
 # At most 10 minutes for `make test`, 30 for `make test-all`, on two quiet cores: scripts/test_durations.py.
-# Fast tests wait half of the time, so three at once; of the others up to three would be a real vLLM, for which memory lacks.
+# Fast tests wait half of the time, so three files run at once. Three of the others could be three real vLLMs: too much memory.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 CHECK := $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from grpo_engine.errors import ConfigError
 
 THREADS_BESIDE_GPU = 2
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """From which torch reads how it allocates memory of a GPU, when it is first used."""
+_IN_PIECES = "expandable_segments:True"
 
 
 def require_device(name: str) -> None:
@@ -38,7 +39,13 @@ def avoid_fragments(environment: MutableMapping[str, str]) -> None:
     in such memory cannot be exported to other processes, nor can vLLM's sleep mode free it.
     """
     if not any(environment.get(name) for name in ALLOCATOR_VARIABLES):
-        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+        environment[ALLOCATOR_VARIABLES[0]] = _IN_PIECES
+
+
+def asked_for_pieces(environment: Mapping[str, str]) -> str | None:
+    """The first variable, with its value, that has torch allocate so: `NAME=value`."""
+    told = ((name, environment.get(name, "")) for name in ALLOCATOR_VARIABLES)
+    return next((f"{name}={value}" for name, value in told if _IN_PIECES.lower() in value.lower()), None)
 
 
 def limit_threads(device: str, wanted: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import signal
+from functools import cache
 from typing import Any
 
 _MODULES = (
@@ -35,6 +36,7 @@ def compute_keys(*, is_cpu: bool) -> None:
         pick_vec_isa()
 
 
+@cache
 def shield_compilers() -> None:
     """Have the processes in which inductor compiles outlive a stop signal to the process group.
 
@@ -46,8 +48,6 @@ def shield_compilers() -> None:
     from torch._inductor.async_compile import AsyncCompile
 
     start: Any = AsyncCompile.process_pool
-    if hasattr(start, "is_shielded"):
-        return
 
     def process_pool() -> Any:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # a process inherits it
@@ -57,5 +57,4 @@ def shield_compilers() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     process_pool.cache_clear = start.cache_clear  # type: ignore[attr-defined]  # called by torch in a fork
-    process_pool.is_shielded = True  # type: ignore[attr-defined]
     AsyncCompile.process_pool = staticmethod(process_pool)  # type: ignore[method-assign,assignment]

@@ -100,13 +100,12 @@ def run(
         config = of_rank(config, place)
         write_stacks_on_signal()
     require_device(config.device)
-    if trainable_device(config.device).startswith("cuda") and not config.bridge.takes_turns:
+    device = trainable_device(config.device)
+    if device.startswith("cuda") and not config.bridge.takes_turns:
         avoid_fragments(os.environ)  # nothing of this process is exported, and no engine in it sleeps
-    limit_threads("cpu" if config.cpu_offload else trainable_device(config.device), config.threads)
+    limit_threads("cpu" if config.cpu_offload else device, config.threads)
     torch.manual_seed(config.seed)
-    ranks = RankGroup(
-        place, device=trainable_device(config.device), timeout_s=config.rank_timeout_s, num_replicas=config.num_replicas
-    )
+    ranks = RankGroup(place, device=device, timeout_s=config.rank_timeout_s, num_replicas=config.num_replicas)
     own = None if sampling is None else sampling(config, ranks)
     with _closing(*([] if own is None else [own.engine.close]), ranks.close):
         try:

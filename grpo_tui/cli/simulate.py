@@ -188,10 +188,12 @@ def _machines(word: str) -> int | None:
 
 
 def _bound(word: str) -> int | None:
+    from grpo_engine.wire.rollouts import LARGEST_WHOLE
+
     if word == "unset":
         return None
     bound = int(word)
-    if not 0 <= bound < 1 << 53:
+    if not 0 <= bound < LARGEST_WHOLE:
         raise ValueError
     return bound
 

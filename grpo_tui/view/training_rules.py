@@ -112,8 +112,7 @@ def alignment(measured: Measurements) -> Iterator[Warning]:
     now, began = measured.recent("alignment/diff_abs_mean"), measured.first("alignment/diff_abs_mean")
     if now is None or began is None or now < DIFF_LIMIT:
         return
-    at_first = measured.values("alignment/diff_abs_mean")[0]
-    began = min(began, at_first)
+    began = min(began, measured.values("alignment/diff_abs_mean")[0])
     if began >= DIFF_LIMIT:
         yield _misaligned_from_the_start(measured, now)
     else:

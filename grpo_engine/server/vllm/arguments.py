@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_engine.errors import ConfigError
 from grpo_engine.models.config import why_not_splittable
-from grpo_engine.models.devices import ALLOCATOR_VARIABLES
+from grpo_engine.models.devices import asked_for_pieces
 from grpo_engine.models.loading import load_config, resolve_model
 from grpo_engine.processes import ProcessIdentity
 from grpo_engine.server.config import ServerConfig
@@ -190,16 +190,13 @@ def _served_rank(rank: int) -> int:
 
 
 def _check_sharing(config: ServerConfig, environment: Mapping[str, str]) -> None:
-    for name in ALLOCATOR_VARIABLES if config.shared_weights or config.enable_sleep_mode else ():
-        if "expandable_segments:true" in environment.get(name, "").lower():
-            flag, why = (
-                ("--enable-sleep-mode", "cannot be freed by vLLM's sleep mode")
-                if config.enable_sleep_mode
-                else ("--shared-weights", "cannot be exported to the trainer")
-            )
-            raise ConfigError(
-                f"{name}={environment[name]} with {flag}: expandable segments {why}; unset it for the server"
-            )
+    if (config.shared_weights or config.enable_sleep_mode) and (told := asked_for_pieces(environment)):
+        flag, why = (
+            ("--enable-sleep-mode", "cannot be freed by vLLM's sleep mode")
+            if config.enable_sleep_mode
+            else ("--shared-weights", "cannot be exported to the trainer")
+        )
+        raise ConfigError(f"{told} with {flag}: expandable segments {why}; unset it for the server")
     if not config.shared_weights:
         return
     if config.tensor_parallel_size != 1:

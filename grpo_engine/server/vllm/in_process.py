@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 
 from grpo_engine.bridges.engine import Layer
 from grpo_engine.errors import BridgeError, ConfigError
-from grpo_engine.models.devices import ALLOCATOR_VARIABLES
+from grpo_engine.models.devices import asked_for_pieces
 from grpo_engine.ranks.listeners import close_ports_of_gloo
 from grpo_engine.ranks.place import LOCAL_RANK, RANK, WORLD_SIZE
 from grpo_engine.server.config import ServerConfig
@@ -157,9 +157,8 @@ def _check_allocator(sleeps: bool) -> None:
     Raises:
         ConfigError: torch's allocator has expandable segments.
     """
-    for name in ALLOCATOR_VARIABLES if sleeps else ():
-        if "expandable_segments:true" in os.environ.get(name, "").lower():
-            raise ConfigError(f"{name}={os.environ[name]}: expandable segments exclude vLLM's sleep mode: unset it")
+    if sleeps and (told := asked_for_pieces(os.environ)):
+        raise ConfigError(f"{told}: expandable segments exclude vLLM's sleep mode: unset it")
 
 
 def _join_own_group(device: torch.device) -> None:
