@@ -11,8 +11,9 @@ line), and the line that opened the attempt of the first line below. The header 
 there, so absolute offset = dropped + offset in the file, always. All offsets here, and a keeper's `log_offset`, are
 absolute.
 
-Where a file system cannot remove blocks (tmpfs, btrfs, NFS), the newest part is copied to the front. Meanwhile the
-first line says from which size on the older number holds ("dropped 0 from 256000123 bytes on"), and readers wait.
+Where a file system cannot remove blocks (tmpfs, btrfs, NFS), the newest part is copied to the front. While blocks are
+removed or copied, the first line says from which size on the older number holds ("dropped 0 from 256000123 bytes on"),
+and readers wait.
 
 Standard library only; supervisor, screen and command line read through it. `grpo_tui/keeper_process.py`, which can
 import nothing, has the pattern of the first line.
@@ -31,7 +32,7 @@ from grpo_tui.keeper_process import ATTEMPT_OPENING, extent
 from grpo_tui.run_files.opening import open_file
 
 MOVING_MS_MAX = 200
-"""Copying takes less than this; a header that says longer that bytes are moved was left by a killed supervisor, and
+"""Capping takes less than this; a header that says longer that bytes are moved was left by a killed supervisor, and
 the log is as before, but for its oldest part."""
 HEADER_START = "=== capped · ".encode()
 ATTEMPT_START = ATTEMPT_OPENING.encode()

@@ -120,16 +120,20 @@ def cap(path: Path, limit_bytes: int) -> int:
         dropped = extent(descriptor).dropped
         header = _header(descriptor, cut, dropped + cut)
         os.fdatasync(descriptor)  # `fallocate` would flush too, and block the service meanwhile
-        os.pwrite(descriptor, header, cut)  # where the file will begin, so that it never begins without a header
+        before = os.pread(descriptor, len(header), 0)
+        os.pwrite(descriptor, _marked(header, dropped, size), 0)  # readers wait, or they could read the header at `cut`
         try:
+            os.pwrite(descriptor, header, cut)  # where the file will begin, so that it never begins without a header
             _collapse(descriptor, cut)
         except OSError as error:
             if error.errno not in _CANNOT:
+                os.pwrite(descriptor, before, 0)
                 raise
             if size - cut > COPIED_BYTES_MAX:
                 cut = size - COPIED_BYTES_MAX
                 header = _header(descriptor, cut, dropped + cut)
-            _copy_down(descriptor, cut, header, dropped)
+                os.pwrite(descriptor, _marked(header, dropped, size), 0)
+            _copy_down(descriptor, cut, header)
         return cut
 
 
@@ -142,14 +146,17 @@ def _collapse(descriptor: int, num_bytes: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _copy_down(descriptor: int, cut: int, header: bytes, dropped: int) -> None:
-    """Copy what follows `cut` to the front, including what is appended meanwhile, and truncate the file behind it."""
-    size = os.fstat(descriptor).st_size
+def _marked(header: bytes, dropped: int, size: int) -> bytes:
+    """The header, with the mark that the older count of dropped bytes holds while the file has its size."""
     first_line, newline, rest = header.partition(b"\n")
     words = CAPPED.match(first_line)
     assert words is not None
     until_cut = words[0] + f" · dropped {dropped} from {size} bytes on".encode()
-    os.pwrite(descriptor, until_cut.ljust(len(first_line)) + newline + rest, 0)
+    return until_cut.ljust(len(first_line)) + newline + rest
+
+
+def _copy_down(descriptor: int, cut: int, header: bytes) -> None:
+    """Copy what follows `cut` to the front, including what is appended meanwhile, and truncate the file behind it."""
     copied = len(header)
     while block := os.pread(descriptor, min(BLOCK_BYTES, cut), cut + copied):
         os.pwrite(descriptor, block, copied)

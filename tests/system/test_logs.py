@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import tempfile
@@ -18,6 +19,7 @@ from workplace import open_workplace, service
 from grpo_tui.cli import follow
 from grpo_tui.keeper_process import CAPPED
 from grpo_tui.run_files.log_file import Part, Place, last_lines, place, read_part
+from grpo_tui.supervisor import capped_log
 from grpo_tui.supervisor.capped_log import LogCapper, cap
 from grpo_tui.supervisor.keeper.client import Keeper
 from grpo_tui.supervisor.probes import LogSearch
@@ -135,6 +137,45 @@ def test_readers_that_race_with_caps_never_mix_up_offsets(folder: Path) -> None:
     for reader in readers:
         reader.join()
     assert not faults
+
+
+def test_a_reader_of_the_place_where_a_log_is_about_to_begin_reads_no_header(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "a.log"
+    fill(path, 100_000, line_bytes=16, start="")
+    collapse = capped_log._collapse
+    parts: list[Part] = []
+
+    def read_and_collapse(descriptor: int, num_bytes: int) -> None:
+        reader = threading.Thread(target=lambda: parts.append(read_all(path, num_bytes)))
+        readers.append(reader)
+        reader.start()
+        reader.join(0.01)  # the time in which it would read
+        collapse(descriptor, num_bytes)
+
+    readers: list[threading.Thread] = []
+    monkeypatch.setattr(capped_log, "_collapse", read_and_collapse)
+    cap(path, LIMIT_BYTES)
+    readers[0].join()
+    assert numbers(parts[0].data) == list(range(parts[0].offset // 16, 100_000))
+
+
+def test_a_log_whose_blocks_cannot_be_removed_for_another_reason_is_unchanged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int, num_bytes: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    path = folder / "a.log"
+    fill(path, 20_000)
+    content = path.read_bytes()
+    monkeypatch.setattr(capped_log, "_collapse", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        cap(path, LIMIT_BYTES)
+    assert path.stat().st_size == len(content)
+    assert path.read_bytes()[:1_000_000] == content[:1_000_000]
+    assert read_all(path).place == Place(0, 0, len(content))
 
 
 @pytest.mark.slow
