@@ -88,7 +88,7 @@ def run_stack(text: str, number: int, bench: Bench) -> None:
     folder, figure = _bring_up(spec, bench), "run_cut_short"
     try:
         until = began + bench.options.run_limit
-        if (restart_at := bench.options.restart_at) is not None:
+        for restart_at in bench.options.restart_at:
             _follow(folder, spec, until, num_steps=restart_at)
             restart_began = time.monotonic()
             _grpo(bench, "restart", folder.name, "vllm", "--wait")

@@ -370,7 +370,13 @@ def flags() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run-limit", type=float, default=240.0, help="seconds for one of them")
     parser.add_argument("--run-set", action="append", default=[], help="KEY=VALUE, for all of them")
-    parser.add_argument("--restart-at", type=int, help="restart vLLM once in each of them, after so many steps")
+    parser.add_argument(
+        "--restart-at",
+        type=int,
+        nargs="+",
+        default=[],
+        help="restart vLLM in each of them, after so many steps each time",
+    )
     parser.add_argument(
         "--kill",
         action="append",

@@ -59,6 +59,7 @@ class LoraMerged(InPlaceSettings):
 class MergedAdapterBridge(InPlaceBridge):
     """See `grpo_engine.bridges.protocol.Bridge`."""
 
+    has_all: ClassVar[bool] = False
     _model: PeftModel
     _merged: MergedLora
     _frozen: dict[str, Tensor]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +74,27 @@ def fingerprint_of(config: ServerConfig) -> str:
     if config.tensor_parallel_size > 1:
         parts.append(f"{config.tensor_parallel_size} parts")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def need_no_checkpoint(path: Path, owner: Owner, fingerprint: str) -> bool:
+    """Whether a server that starts now gets every weight from memory: as its predecessor left them, or its trainer has.
+
+    Not yet certain: until `take_over` that trainer may exit.
+    """
+    try:
+        file = read_bridge_file(path)
+        lock = WeightLock.attach(file.fence_segment)
+    except BridgeError:
+        return False
+    with closing(lock), suppress(HalfWritten):
+        if is_server_alive(file) or file.fingerprint != fingerprint or not file.is_all_of_checkpoint:
+            return False
+        segments = segments_of_file(file)
+        if segments == {file.fence_segment}:
+            return lock.has_all() and lock.other_trainer(file.pid) is not None
+        lock.check()
+        return owner.run is not None and all(segment.startswith(owner.stem) for segment in segments)
+    return False
 
 
 def take_over(path: Path, owner: Owner, fingerprint: str) -> tuple[Adopted | None, ProcessIdentity | None]:
@@ -180,12 +202,14 @@ def write_bridge_file(
     aliases: dict[str, str],
     parts: list[dict[str, WeightPart]] | None = None,
     stock: StockBridgeFile | None = None,
+    is_all_of_checkpoint: bool = False,
 ) -> BridgeFile:
     """Write the bridge file atomically.
 
     Args:
         parts: of each process of a tensor parallel server; `manifest` is empty then.
         stock: the same memory in the form that Atropos's trainer reads, if it can.
+        is_all_of_checkpoint: see `BridgeFile`.
     """
     me = ProcessIdentity.of_this_process()
     assert lock.segment is not None
@@ -199,6 +223,7 @@ def write_bridge_file(
         tensors=manifest,
         parts=parts or [],
         aliases=aliases,
+        is_all_of_checkpoint=is_all_of_checkpoint,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     stock = stock or StockBridgeFile(model=model, shared_weights_enabled=True)

@@ -93,6 +93,8 @@ class BridgeFile(Message):
     """Of a tensor parallel server: of each of its processes, by their ranks."""
     aliases: dict[str, str] = {}
     """Tied parameters: name → the name in `tensors`, e.g. `lm_head.weight` → `model.embed_tokens.weight`."""
+    is_all_of_checkpoint: bool = False
+    """Whether a server whose memory has these tensors needs nothing else from the checkpoint."""
 
 
 class StockHandle(ExportedStorage):

@@ -26,8 +26,8 @@ SHARED_MEMORY = Path("/dev/shm")
 PAGE_BYTES = 4096
 _MAGIC = int.from_bytes(b"GRPOFENC", "little")
 _LAYOUT = 1
-_NUM_WORDS = 8
-_MAGIC_AT, _LAYOUT_AT, _SEQUENCE_AT, _VERSION_AT, _PID_AT, _TICKS_AT, _COUNT_AT, _TIME_AT = range(_NUM_WORDS)
+_MAGIC_AT, _LAYOUT_AT, _SEQUENCE_AT, _VERSION_AT, _PID_AT = range(5)
+_TICKS_AT, _COUNT_AT, _TIME_AT, _ALL_AT, _EXPECTED_AT = range(5, 10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +129,10 @@ class WeightLock:
         pid = self._words[_PID_AT]
         return ProcessIdentity(pid, self._words[_TICKS_AT]) if pid else None
 
+    def has_all(self) -> bool:
+        """Whether the writer can write every tensor again, into memory that holds none of them."""
+        return self._words[_ALL_AT] == 1
+
     def other_trainer(self, server_pid: int) -> ProcessIdentity | None:
         """The running process that wrote last, unless it is this one or the server."""
         writer = self.writer()
@@ -141,23 +145,37 @@ class WeightLock:
         if self.writer() == ProcessIdentity.of_this_process() and not self.read().is_writing:
             self._words[_PID_AT] = 0
 
+    def expect(self, writer: ProcessIdentity | None) -> None:
+        """Mark weights that nobody has read yet as half-written by the process that will write all of them.
+
+        Args:
+            writer: None: it has exited since.
+        """
+        self._words[_PID_AT], self._words[_TICKS_AT] = (writer.pid, writer.start_ticks) if writer else (0, 0)
+        self._words[_EXPECTED_AT] = self._words[_SEQUENCE_AT] = 1
+
     @contextmanager
-    def writing(self, policy_version: int) -> Iterator[None]:
+    def writing(self, policy_version: int, *, has_all: bool = False) -> Iterator[None]:
         """Hold the lock while the weights become `policy_version`.
 
         If the body raises, the weights stay marked as half-written until the next complete update.
+
+        Args:
+            has_all: see the method of that name.
 
         Raises:
             BridgeError: another running process is writing.
         """
         me = ProcessIdentity.of_this_process()
         sequence, other = self._words[_SEQUENCE_AT], self.writer()
-        if sequence % 2 and other is not None and other.is_alive():
+        is_expected = other == me and self._words[_EXPECTED_AT] == 1
+        if sequence % 2 and other is not None and other.is_alive() and not is_expected:
             raise BridgeError(
                 f"version {policy_version} cannot be written: process {other.pid} is writing another one; only one "
                 "trainer may write: stop the other one"
             )
         self._words[_PID_AT], self._words[_TICKS_AT] = me.pid, me.start_ticks
+        self._words[_ALL_AT], self._words[_EXPECTED_AT] = has_all, 0
         self._words[_SEQUENCE_AT] = sequence + 1 + sequence % 2
         try:
             yield

@@ -54,6 +54,9 @@ class InPlaceSettings(Mode):
 class InPlaceBridge:
     """See `grpo_engine.bridges.protocol.Bridge`; a subclass may train something else on the mapped memory."""
 
+    has_all: ClassVar[bool] = True
+    """Whether a publish writes every tensor of a server that has read none: those that `_write` does not are kept."""
+
     def __init__(self, config: InPlaceSettings, context: BridgeContext) -> None:
         self._context = context
         self._pause_timeout_s = config.pause_timeout_s
@@ -195,9 +198,12 @@ class InPlaceBridge:
             )
 
     def _reload_half_written(self, file: BridgeFile, lock: WeightLock) -> None:
-        """Have the server reload its model if an earlier trainer exited during a write."""
+        """Have the server reload its model if an earlier trainer exited during a write; one that does is waited for."""
         try:
-            lock.check()
+            while lock.check().is_writing:  # the server reads its files, since a trainer has exited that was to write
+                if self._context.is_stopping():
+                    raise PeerUnavailable(f"{self._path}: not waiting for the server's weights: training is stopping")
+                time.sleep(_POLL_S)
         except HalfWritten as error:
             logger.warning("%s; the server reloads %s", error, file.model)
             self._reload_model(file, 0)
@@ -225,7 +231,7 @@ class InPlaceBridge:
             self._attach_again(self._find_export())
             return time.perf_counter() - began
         try:
-            with self._lock.writing(self._version):
+            with self._lock.writing(self._version, has_all=self.has_all):
                 self._weights.write(self._write)
         finally:
             # Without a version: the lock has it, and a server that started meanwhile must not report it as its own.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
-from grpo_engine.errors import BridgeError, DataError, GrpoError, ModelError
+from grpo_engine.errors import BridgeError, DataError, GrpoError, HalfWritten, ModelError
 from grpo_engine.models.loading import load_tokenizer, resolve_model
 from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.processes import AnyProcess, ProcessTree, is_resource_tracker, kill
@@ -44,7 +44,7 @@ from grpo_engine.server.vllm.generations import DEAD, Generations
 from grpo_engine.server.vllm.patches import Patch, check_patches, name_shared_memory, needed_patches
 from grpo_engine.server.vllm.requests import sampling_params
 from grpo_engine.server.vllm.requirements import check_room, installed_vllm, visible_gpus
-from grpo_engine.server.vllm.sharing import Sharing, share
+from grpo_engine.server.vllm.sharing import Sharing, reads_no_checkpoint, share
 from grpo_engine.server.vllm.stock import StockApp, stock_app
 from grpo_engine.wire.environment_variables import SPEEDS_VARIABLE
 from grpo_engine.wire.inference import (
@@ -98,6 +98,8 @@ class VllmEngine:
         self._arguments: AsyncEngineArgs
         self._prompts: PromptCodec
         self._parameters: Parameters
+        self._has_read_weights = True
+        """At the start; else they come from the previous server's memory or its trainer."""
         self._sharing: Sharing | None = None
         self._awaited: AnyProcess | None = None
         """The trainer that has newer weights, since this server started."""
@@ -190,8 +192,13 @@ class VllmEngine:
         self._is_started.set()
         if self._is_closing.is_set():
             raise EngineUnavailable(_CLOSING)
+        arguments = self._arguments
+        if reads_no_checkpoint(self._config, self._instance, self._environment):
+            self._has_read_weights = False
+            arguments = replace(arguments, load_format="dummy", model_loader_extra_config={})
+            logger.info("The model's files are not read: its weights are in memory, or a trainer has newer ones")
         # As stock's server: else a prefill takes 2,048 tokens a step on every GPU, in place of 8,192 on an H100.
-        return AsyncLLM.from_engine_args(self._arguments, usage_context=UsageContext.OPENAI_API_SERVER)
+        return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
 
     def _check_room(self) -> None:
         folder = checkpoint_folder(self._config.model_name)
@@ -202,9 +209,16 @@ class VllmEngine:
         """Share or update the weights of a started vLLM, check it, and let requests in."""
         if self._config.shared_weights:
             self._sharing = await share(
-                llm, self._parameters, config=self._config, instance=self._instance, environment=self._environment
+                llm,
+                self._parameters,
+                config=self._config,
+                instance=self._instance,
+                environment=self._environment,
+                has_weights=self._has_read_weights,
             )
             self._generations.lock = self._sharing.lock
+        if not self._has_read_weights:
+            await self._read_if_abandoned(llm)
         if self._config.enable_sleep_mode:
             await self._find_weights(llm)
         await self._load_newest_handover(llm)
@@ -531,8 +545,21 @@ class VllmEngine:
 
     async def _read_checkpoint(self, llm: AsyncLLM, path: Path, policy_version: int) -> None:
         with self._generations.lock.writing(policy_version), self._generations.awaiting_core():
+            if not self._has_read_weights:  # by its loader at the start it could not
+                loader = {name: getattr(self._arguments, name) for name in ("load_format", "model_loader_extra_config")}
+                await llm.collective_rpc("update_config", args=({"load_config": loader},))
             # In place, tensor by tensor: the GPU has no memory left for a second copy.
             await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+
+    async def _read_if_abandoned(self, llm: AsyncLLM) -> None:
+        """Read the model's files after all, where the trainer has exited that was to write all weights."""
+        try:
+            self._generations.lock.check()
+        except HalfWritten as error:
+            folder = checkpoint_folder(self._config.model_name)
+            assert folder is not None
+            logger.warning("%s; loading %s", error, folder)
+            await self._read_checkpoint(llm, folder, self._generations.lock.read().policy_version)
 
     async def _asked_of_workers(self, llm: AsyncLLM, method: str, argument: Any) -> None:
         """Call a method that answers why it could not, or None.
@@ -553,6 +580,9 @@ class VllmEngine:
 
     async def _end_late_pause(self, pause: Pause | None) -> None:
         with suppress(EngineUnavailable):  # who watches it sees that, and may not wait for this task any more
+            if not self._has_read_weights:
+                async with self._changing:
+                    await self._read_if_abandoned(self._running())
             await self._end_pause(pause)
 
     async def _end_pause(self, pause: Pause | None) -> None:

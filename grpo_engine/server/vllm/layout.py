@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _LORA_WRAPPING = ".base_layer"
+_OWN_SCALES = frozenset({"_q_scale", "_k_scale", "_v_scale", "_prob_scale"})
+"""Buffers of attention that are 1 in unquantized models, whatever was loaded."""
 _TRANSPOSED = {"GPT2LMHeadModel": frozenset({"c_attn", "c_proj", "c_fc"})}
 """By vLLM's model class: layers whose matrices transformers has the other way round (`Conv1D`)."""
 
@@ -112,6 +114,15 @@ def compare_with_checkpoint(parts: Mapping[str, Part], folder: Path) -> int:
             "they cannot be shared"
         )
     return comparison.num_compared
+
+
+def has_stored_buffers(model: nn.Module) -> bool:
+    """Whether a checkpoint may have values of the model besides its parameters."""
+    return any(
+        buffer.is_floating_point() and name not in module._non_persistent_buffers_set and name not in _OWN_SCALES
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    )
 
 
 def fused_parameters(model: nn.Module) -> dict[str, Tensor]:

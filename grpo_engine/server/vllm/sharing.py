@@ -17,7 +17,15 @@ from grpo_engine.errors import BridgeError
 from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.processes import ProcessIdentity
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.server.exports import Adopted, Owner, fingerprint_of, take_over, withdraw, write_bridge_file
+from grpo_engine.server.exports import (
+    Adopted,
+    Owner,
+    fingerprint_of,
+    need_no_checkpoint,
+    take_over,
+    withdraw,
+    write_bridge_file,
+)
 from grpo_engine.server.vllm.checkpoint import Parameters
 from grpo_engine.wire.bridge_file import BridgeFile, SharedTensor, WeightPart
 from grpo_engine.wire.log_lines import WEIGHTS_EXPORTED
@@ -46,12 +54,31 @@ class Sharing:
         withdraw(self.path, self.file, self.owner)
 
 
+def reads_no_checkpoint(config: ServerConfig, instance: str, environment: Mapping[str, str]) -> bool:
+    """Whether a vLLM that starts now gets every weight from `share`, or later from the trainer that it awaits."""
+    path, owner = bridge_file_path(config.bridge_file, environment), Owner.of(instance, environment)
+    return (
+        config.shared_weights
+        and checkpoint_folder(config.model_name) is not None  # from which it would reload after all
+        and need_no_checkpoint(path, owner, fingerprint_of(config))
+    )
+
+
 async def share(
-    llm: AsyncLLM, parameters: Parameters, *, config: ServerConfig, instance: str, environment: Mapping[str, str]
+    llm: AsyncLLM,
+    parameters: Parameters,
+    *,
+    config: ServerConfig,
+    instance: str,
+    environment: Mapping[str, str],
+    has_weights: bool,
 ) -> Sharing:
     """Export the weights of a vLLM that has no requests yet.
 
     Weights that the previous server of the same run left in shared memory are newer than the checkpoint, and copied.
+
+    Args:
+        has_weights: False: it has read none; where none are copied either, they are marked as half-written.
 
     Raises:
         BridgeError: the weights cannot be shared, or another server owns the bridge file.
@@ -62,9 +89,12 @@ async def share(
     adopted, awaited_trainer = take_over(path, owner, fingerprint)
     stem = f"{owner.stem}{instance}"
     try:
-        exported = await _exported(llm, parameters, f"{stem}-weights", checkpoint_folder(config.model_name))
+        folder = checkpoint_folder(config.model_name) if has_weights else None
+        exported = await _exported(llm, parameters, f"{stem}-weights", folder)
         version = 0 if adopted is None else await copy_adopted(adopted, exported.manifests)
         lock = WeightLock.create(f"{stem}-fence", policy_version=version)
+        if adopted is None and not has_weights:
+            lock.expect(awaited_trainer)
         file = write_bridge_file(
             path,
             owner=owner,
@@ -75,6 +105,7 @@ async def share(
             parts=exported.parts,
             aliases=parameters.aliases,
             stock=None if exported.parts else stock_form(config.model_name, exported.fused),
+            is_all_of_checkpoint=exported.is_all_of_checkpoint,
         )
     except BaseException:
         ranks = range(config.tensor_parallel_size)
@@ -94,6 +125,8 @@ class _Exported:
     """Of each of several processes, else empty."""
     fused: dict[str, SharedTensor]
     """Of one process under vLLM's own names, if they are in CUDA memory."""
+    is_all_of_checkpoint: bool
+    """See `BridgeFile`."""
 
     @property
     def manifests(self) -> Sequence[Mapping[str, SharedTensor]]:
@@ -109,20 +142,22 @@ async def _exported(llm: AsyncLLM, parameters: Parameters, segment: str, folder:
     for answer in answers:
         if problem := answer.get("problem"):
             raise BridgeError(str(problem))
-    if (num_compared := min(answer["num_compared"] for answer in answers)) < len(expected):
+    num_compared = min(answer["num_compared"] for answer in answers)
+    if folder is not None and num_compared < len(expected):
         logger.warning(
             "Only %d of %d shared tensors could be compared with the checkpoint", num_compared, len(expected)
         )
+    is_all = all(answer["is_all_of_checkpoint"] for answer in answers)
     if len(answers) > 1:
         parts = [
             {name: WeightPart.model_validate(entry) for name, entry in answer["tensors"].items()} for answer in answers
         ]
-        return _Exported(tensors={}, parts=parts, fused={})
+        return _Exported(tensors={}, parts=parts, fused={}, is_all_of_checkpoint=is_all)
     tensors, fused = (
         {name: SharedTensor.model_validate(entry) for name, entry in answers[0][which].items()}
         for which in ("tensors", "fused")
     )
-    return _Exported(tensors=tensors, parts=[], fused=fused)
+    return _Exported(tensors=tensors, parts=[], fused=fused, is_all_of_checkpoint=is_all)
 
 
 async def copy_adopted(adopted: Adopted, manifests: Sequence[Mapping[str, SharedTensor]]) -> int:

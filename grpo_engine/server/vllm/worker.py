@@ -76,12 +76,13 @@ class GrpoWorker:
             folder: the checkpoint's folder; a sample of every tensor is compared with it.
 
         Returns:
-            `tensors` (name → `WeightPart`), `fused` (`SharedTensor` by vLLM's own names, only on a GPU) and
-            `num_compared`, or `problem`: an exception would stop the worker in some versions.
+            `tensors` (name → `WeightPart`), `fused` (`SharedTensor` by vLLM's own names, only on a GPU), `num_compared`
+            and `is_all_of_checkpoint`, or `problem`: an exception would stop the worker in some versions.
         """
         from grpo_engine.server.vllm.layout import (
             compare_with_checkpoint,
             fused_parameters,
+            has_stored_buffers,
             parts_under_hf_names,
         )
 
@@ -115,6 +116,7 @@ class GrpoWorker:
             },
             "fused": {name: entry.model_dump(mode="json") for name, entry in fused.items()},
             "num_compared": num_compared,
+            "is_all_of_checkpoint": not (self.vllm_config.speculative_config or has_stored_buffers(model)),
         }
 
     def grpo_join(

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import httpx
 import psutil
@@ -28,6 +28,7 @@ from grpo_engine.bridges.memory.shared_tensors import map_tensors, segments_of, 
 from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.bridges.transport.server_client import ServerClient
 from grpo_engine.errors import BridgeError, PeerUnavailable
+from grpo_engine.processes import ProcessIdentity
 
 pytestmark = pytest.mark.slow
 HALF_WRITTEN_VERSION = 9
@@ -123,6 +124,31 @@ def test_half_written_weights_are_never_served_and_reloaded_for_the_next_trainer
     assert all(float(p.detach().abs().sum()) > 0 for p in model.parameters())
     bridge.publish(1, shift(model, 1))
     assert_agreement(server.now, model, 1)
+
+
+def test_a_trainer_attaches_once_the_server_has_read_the_files_that_it_reads_late(
+    server: Serving, tmp_path: Path
+) -> None:
+    file, me = read_bridge_file(server.bridge_file), ProcessIdentity.of(server.now.process.pid)
+    lock, stops = WeightLock.attach(file.fence_segment), Event()
+    lock.expect(me)  # as one that was to get its weights from a trainer, which has exited
+    with (
+        closing(bridge_to(server, "shared_vllm", tmp_path)) as bridge,
+        closing(bridge_to(server, "shared_vllm", tmp_path, is_stopping=stops.is_set)) as stopped,
+        ThreadPoolExecutor() as threads,
+    ):
+        attaching, other = threads.submit(bridge.attach), threads.submit(stopped.attach)
+        with pytest.raises(TimeoutError):
+            attaching.result(timeout=1)
+        stops.set()
+        with pytest.raises(PeerUnavailable, match="not waiting for the server's weights"):
+            other.result()
+        lock.expect(None)
+        with lock.writing(0):
+            pass
+        assert_agreement(server.now, attaching.result().model, 0)
+        lock.clear_writer()
+        lock.close()
 
 
 def test_weights_that_compute_nan_are_reported_until_valid_ones_follow(server: Serving, bridge: Bridge) -> None:

@@ -6,12 +6,16 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from bridging import cuda_handle
+from forked import start_forked
+from workplace import until
 
 from grpo_engine.bridges.memory.bridge_files import read_bridge_file
 from grpo_engine.bridges.memory.shared_tensors import (
@@ -23,7 +27,8 @@ from grpo_engine.bridges.memory.shared_tensors import (
 )
 from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.errors import BridgeError
-from grpo_engine.server.exports import Adopted, Owner, adopt
+from grpo_engine.processes import ProcessIdentity
+from grpo_engine.server.exports import Adopted, Owner, adopt, need_no_checkpoint
 from grpo_engine.server.vllm.sharing import copy_adopted
 from grpo_engine.wire.bridge_file import BridgeFile, PosixHandle, SharedTensor
 
@@ -137,6 +142,55 @@ def test_weights_of_an_earlier_server_on_a_gpu_are_gone_without_a_warning(
         (logging.INFO, True)
     ]
     assert not Path("/dev/shm", lock).exists()
+
+
+def test_a_server_reads_no_checkpoint_only_where_memory_or_a_running_trainer_has_all_of_it(tmp_path: Path) -> None:
+    owner, path = Owner(instance="second", run=f"run-{os.getpid()}"), tmp_path / "bridge.json"
+    fence, weights = f"{owner.stem}first-fence", f"{owner.stem}first-weights"
+    lock = WeightLock.create(fence)
+    try:
+        in_memory, _ = export_tensors({"a": torch.zeros(3)}, weights)
+        on_gpu = {"a": SharedTensor(handle=cuda_handle(), shape=(1,), stride=(1,), dtype="torch.float32")}
+
+        def needs_none(tensors: Mapping[str, SharedTensor], *, by: Owner = owner, **others: Any) -> bool:
+            gone = {"pid": 1, "pid_start_ticks": 1}  # no process has begun at 1 tick
+            own = {"model": "m", "instance": "first", "fence_segment": fence, "fingerprint": "f", "tensors": tensors}
+            file = BridgeFile.model_validate({**gone, **own, "is_all_of_checkpoint": True, **others})
+            path.write_text(file.model_dump_json())
+            return need_no_checkpoint(path, by, "f")
+
+        me = ProcessIdentity.of_this_process()
+        assert not need_no_checkpoint(path, owner, "f")
+        assert needs_none(in_memory)
+        assert not needs_none(in_memory, is_all_of_checkpoint=False)
+        assert not needs_none(in_memory, fingerprint="of another model")
+        assert not needs_none(in_memory, pid=me.pid, pid_start_ticks=me.start_ticks)
+        assert not needs_none(in_memory, by=Owner(instance="second", run="another"))
+        assert not needs_none(in_memory, by=Owner(instance="second", run=None))
+        assert not needs_none(on_gpu)
+        trainer = start_forked(write_and_wait, fence, True)
+        until(lambda: lock.read().sequence == 2)
+        assert needs_none(on_gpu)
+        assert needs_none(on_gpu, by=Owner(instance="second", run=None))
+        assert not needs_none(on_gpu, is_all_of_checkpoint=False)
+        trainer.kill()
+        trainer.join()
+        assert not needs_none(on_gpu)
+        trainer = start_forked(write_and_wait, fence, False)
+        until(lambda: lock.read().sequence == 4)
+        assert not needs_none(on_gpu)
+        trainer.kill()
+        trainer.join()
+        lock.expect(None)
+        assert not needs_none(in_memory)
+    finally:
+        unlink_segments([fence, weights])
+
+
+def write_and_wait(segment: str, has_all: bool) -> None:
+    with WeightLock.attach(segment).writing(1, has_all=has_all):
+        pass
+    time.sleep(600)
 
 
 def test_missing_space_is_an_error_and_leaves_no_file(segment: str) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 from collections.abc import Iterator
+from multiprocessing.synchronize import Event
 
 import pytest
-from forked import run_forked
+from forked import run_forked, start_forked
+from workplace import until
 
 from grpo_engine.bridges.memory.weight_lock import PAGE_BYTES, SHARED_MEMORY, WeightLock
 from grpo_engine.errors import BridgeError, HalfWritten
@@ -107,3 +110,34 @@ def test_a_page_without_free_memory_is_an_error_and_leaves_no_file(
     with pytest.raises(BridgeError, match=r"No space left on device; free space in /dev/shm"):
         WeightLock.create(segment)
     assert not (SHARED_MEMORY / segment).exists()
+
+
+def write_all_after(segment: str, go: Event) -> None:
+    lock = WeightLock.attach(segment)
+    with lock.writing(1, has_all=True):
+        pass
+    go.wait()
+    with lock.writing(2, has_all=True):
+        pass
+
+
+@pytest.mark.slow
+def test_weights_that_are_expected_from_a_trainer_are_half_written_until_it_writes_them_or_exits(segment: str) -> None:
+    go = multiprocessing.get_context("forkserver").Event()
+    lock = WeightLock.create(segment)
+    trainer = start_forked(write_all_after, segment, go)
+    until(lambda: lock.read().sequence == 2)
+    assert lock.has_all()
+    lock.expect(lock.writer())
+    assert lock.check().is_writing
+    with pytest.raises(BridgeError, match="is writing another one"), lock.writing(3):
+        pass
+    go.set()
+    trainer.join()
+    assert (lock.check().policy_version, lock.check().is_writing) == (2, False)
+    lock.expect(lock.writer())
+    with pytest.raises(HalfWritten, match=r"process \d+ exited"):
+        lock.check()
+    with lock.writing(3):
+        pass
+    assert not lock.has_all()

@@ -294,7 +294,7 @@ def test_a_process_with_another_thread_cannot_be_forked_unless_that_is_nvmls_or_
     """On GPU machines each server used to be started as a program, because NVML had left its thread."""
     names = ("cuda00001800007", "cuda0000c100007", "jemalloc_bg_thd", "cuda-EvtHandlr", "other")
     code = (
-        "import ctypes, sys, threading; from grpo_engine.forking import why_unforkable\n"
+        "import ctypes, os, sys, threading; from grpo_engine.forking import why_unforkable\n"
         "def stay(name):\n"
         "    ctypes.CDLL(None).prctl(15, name.encode()); is_named.set(); may_end.wait()\n"
         "print(why_unforkable())\n"
@@ -302,6 +302,7 @@ def test_a_process_with_another_thread_cannot_be_forked_unless_that_is_nvmls_or_
         "    is_named, may_end = threading.Event(), threading.Event()\n"
         "    thread = threading.Thread(target=stay, args=(name,)); thread.start(); is_named.wait()\n"
         "    print(why_unforkable()); may_end.set(); thread.join()\n"
+        "    while len(os.listdir('/proc/self/task')) > 1: pass\n"  # joined when Python has left it, not the kernel
     )
     environment = {**os.environ, "PYTHONPATH": python_path(), "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *names]

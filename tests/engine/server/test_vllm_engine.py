@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from serving import EOS, free_port, save_tiny_model, shift
+from serving import EOS, save_tiny_model, shift
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from vllm_serving import (
     HAS_GPU,
@@ -41,7 +41,6 @@ from vllm_serving import (
     load,
     logits_of,
     logprobs_of,
-    named_sockets,
     processes_below,
     segments_now,
     serving_vllm,
@@ -49,7 +48,7 @@ from vllm_serving import (
 )
 
 from grpo_engine.bridges.memory.bridge_files import read_bridge_file
-from grpo_engine.bridges.memory.shared_tensors import SEGMENT_PREFIX, segments_of, unlink_segments
+from grpo_engine.bridges.memory.shared_tensors import SEGMENT_PREFIX, unlink_segments
 from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.environments.inference_servers import InferenceServers
 from grpo_engine.environments.sampling.groups import Completions
@@ -570,31 +569,3 @@ def test_a_killed_server_leaves_no_process(shared: Stack) -> None:
     assert len(below) >= NUM_PROCESSES
     assert shared.server.stop(signal.SIGKILL) == -signal.SIGKILL
     wait_gone(below, within_s=60)
-
-
-@pytest.mark.extended("test_bridges_failures.py has a server on torch that adopts the weights of a killed one")
-def test_a_server_adopts_the_weights_of_a_killed_one_and_removes_its_files(tmp_path: Path) -> None:
-    model_folder = save_tiny_qwen2(tmp_path / "model")
-    run = f"{RUN}adopted"
-    settings = {"environment": {"GRPO_TUI_RUN": run}, "port": free_port()}
-    try:
-        with serving_vllm(model_folder, tmp_path, *FLAGS, **settings) as killed:
-            bridge = killed.bridge({"mode": "shared_vllm"})
-            model = bridge.attach().model.eval()
-            bridge.publish(50, shift(model, 50))
-            below = processes_below(killed.server.process.pid)
-            sockets = set().union(*(named_sockets(identity.pid) for identity in below))
-            assert sockets
-            before = read_bridge_file(killed.bridge_file)
-            killed.server.stop(signal.SIGKILL)
-            wait_gone(below, within_s=60)
-        with closing(bridge), serving_vllm(model_folder, tmp_path, *FLAGS, **settings) as again:
-            if HAS_GPU:  # the memory was freed with the killed server; requests wait until the trainer publishes
-                with again.server.client as client:
-                    assert client.get("/bridge/is_paused").json() == {"paused": True}
-                bridge.prepare_step()
-            assert_agreement(again, model, version=50, prompt=LONG_PROMPT)
-            assert not {before.fence_segment, *segments_of(before.tensors)} & segments_now()
-            assert not [path for path in sockets if path.parent.exists()]
-    finally:
-        unlink_segments(name for name in segments_now() if name.startswith(f"{SEGMENT_PREFIX}{run}-"))

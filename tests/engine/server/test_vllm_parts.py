@@ -24,7 +24,12 @@ from grpo_engine.server.receiving import Part
 from grpo_engine.server.vllm.arguments import prepare_environment
 from grpo_engine.server.vllm.checkpoint import Parameters, check_fits, parameters_of
 from grpo_engine.server.vllm.flags import frontend_of
-from grpo_engine.server.vllm.layout import compare_with_checkpoint, parts_under_hf_names, views_under_hf_names
+from grpo_engine.server.vllm.layout import (
+    compare_with_checkpoint,
+    has_stored_buffers,
+    parts_under_hf_names,
+    views_under_hf_names,
+)
 from grpo_engine.server.vllm.requests import generation
 from grpo_engine.server.vllm.running import RunningVersions, TokenVersions, lengths_so_far
 from grpo_engine.wire.inference import GenerateRequest
@@ -57,6 +62,16 @@ def test_fused_rows_are_views_under_the_names_of_transformers(has_adapters: bool
     assert fused[name][4:].eq(torch.arange(16.0, 32.0).reshape(4, 4)).all()
     assert model.embed.weight[:5].eq(0).all()
     assert not model.embed.weight[5:].eq(0).any()
+
+
+def test_buffers_that_a_checkpoint_may_have_are_found_and_those_that_vllm_computes_are_not() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].register_buffer("_k_scale", torch.ones(()))
+    model[0].register_buffer("cos_sin_cache", torch.ones(4), persistent=False)
+    model[1].register_buffer("counts", torch.ones(4, dtype=torch.int64))
+    assert not has_stored_buffers(model)
+    model[1].register_buffer("layer_scalar", torch.ones(1))
+    assert has_stored_buffers(model)
 
 
 def test_matrices_of_gpt2_are_views_the_other_way_round() -> None:
