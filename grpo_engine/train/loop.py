@@ -48,6 +48,7 @@ def train(
     decode: Decode,
     save_path: Path,
     ranks: RankGroup | None = None,
+    is_sure_to_fit: bool = False,
     stop: Callable[[], bool] = never,
     reporter: Reporter | None = None,
 ) -> int:
@@ -55,6 +56,7 @@ def train(
 
     Args:
         ranks: of a trainer of several ranks; this is rank 0, and the others `follow`.
+        is_sure_to_fit: the step on the GPU; else it is tried before environments begin to sample.
         stop: whether to end after the current step.
         reporter: takes what training waits for, and what it cannot write.
 
@@ -71,8 +73,10 @@ def train(
     )
     settings = decisive_settings(config)
     start = find_start(trainee, attached, journal, save_path, settings)
-    if start.journaled_through == 0:  # one that goes on has done steps; it compiles only what it meets again
+    is_rehearsed = start.journaled_through > 0  # one that goes on has done steps; it compiles only what it meets again
+    if not is_rehearsed and (config.bridge.takes_turns or not is_sure_to_fit):
         rehearse_step(trainee)
+        is_rehearsed = True
     step, version, lease = start.step, start.policy_version, start.lease
     recorder.resume_after(start.recorded_through)
     # Inference may hold weights of an earlier run; from here on it serves this policy, or what the journal leads to.
@@ -98,6 +102,9 @@ def train(
 
     writer = CheckpointWriter(trainee, journal, save_path, saved_step=step, settings=settings, reporter=reporter)
     try:
+        if not is_rehearsed:  # while groups are sampled for the first step
+            with reporter.waiting_for(WaitsFor.REHEARSAL):
+                rehearse_step(trainee)
         if start.recorded_through == 0:
             recorder.record_untrained(version, evaluator.measure_if_due(0, version))
         while step < config.training_steps and not stop():

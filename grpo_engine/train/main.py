@@ -167,7 +167,7 @@ def _lead(
         with ranks.together(Finished()):
             return 0
     stop = StopRequest()
-    log_plan(config)
+    is_sure_to_fit = log_plan(config)
     engine = None if sampling is None else sampling.engine
     context = bridge_context(config, folder / "bridge", ranks=ranks, engine=engine, is_stopping=stop)
     context = replace(context, served_file=save_path / SERVED_FILE)
@@ -201,6 +201,7 @@ def _lead(
                 decode=decode,
                 save_path=save_path,
                 ranks=ranks,
+                is_sure_to_fit=is_sure_to_fit,
                 stop=stop,
                 reporter=reporter,
             )

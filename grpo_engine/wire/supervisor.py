@@ -129,6 +129,8 @@ class WaitsFor(StrEnum):
     """A trainer, for groups."""
     EVALUATION = "evaluation"
     """A trainer, for the answers of environments."""
+    REHEARSAL = "rehearsal"
+    """A trainer, for kernels of its first step, which it tries and drops."""
     UPDATE = "update"
     """A trainer, for the inference server to take new weights or to come back."""
     INFERENCE = "inference"

@@ -15,7 +15,7 @@ import typer
 from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.metrics import Band, MetricsLine, is_evaluated_score
-from grpo_engine.wire.supervisor import RunState, RunStatus, WaitsFor, how_to_go_on
+from grpo_engine.wire.supervisor import RunState, RunStatus, how_to_go_on
 from grpo_tui.cli.arguments import JsonOption, RunArgument, note_unsupervised, run_to_read
 from grpo_tui.cli.printing import indented, one_line, table, warning_text, write_line
 from grpo_tui.client.api import Run, run_status
@@ -23,6 +23,7 @@ from grpo_tui.client.local import age_words, duration_words, runs_and_left_out, 
 from grpo_tui.paths import name_of_run
 from grpo_tui.view.machines import gpu_words, machine_rows, memory_words, ready_words, state_words
 from grpo_tui.view.progress import read_progress
+from grpo_tui.view.service_rules import TOLD_WAITS
 from grpo_tui.view.versions import version_words, versions_of
 
 HELD = ("PORTS", "GPUS", "TAGS")
@@ -128,8 +129,8 @@ def status_command(run: RunArgument = None, as_json: JsonOption = False) -> None
     write_line(table(lines if status.machines else [line[:-1] for line in lines]))
     explained: list[str] = []
     for service in status.services:
-        if service.waits_for is WaitsFor.STEP:
-            explained.append(f"{one_line(service.name)}: asleep while the trainer steps")
+        if service.waits_for in TOLD_WAITS:
+            explained.append(f"{one_line(service.name)}: {TOLD_WAITS[service.waits_for]}")
         if service.why is not None:
             explained.append(f"{one_line(service.name)}: {indented(service.why)}")
     for name, versions in versions_of(status).items():

@@ -14,6 +14,7 @@ from grpo_engine.wire.supervisor import (
     RunStatus,
     ServiceState,
     ServiceStatus,
+    WaitsFor,
     Warning,
 )
 from grpo_tui.exit_codes import ExitCode
@@ -30,6 +31,11 @@ OUT_OF_WORK = frozenset({ServiceState.FINISHED, ServiceState.STOPPED, ServiceSta
 OTHERS_BYTES = 1 << 30
 """Less memory of foreign processes is a display or a monitoring tool."""
 NEARLY_FULL = 0.97
+TOLD_WAITS = {
+    WaitsFor.STEP: "asleep while the trainer steps",
+    WaitsFor.REHEARSAL: "rehearsing a step, kernels are compiled the first time",
+}
+"""What is said of a service that is ready."""
 
 OUT_OF_MEMORY_HINT = (
     "use less GPU memory: --gpu-memory-utilization 0.4 for vLLM; for the trainer --batch-size 2 with more "

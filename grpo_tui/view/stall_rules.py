@@ -24,6 +24,7 @@ CHANGING = frozenset({ServiceState.WAITING, ServiceState.STARTING, ServiceState.
 WORDS = {
     WaitsFor.BATCH: "waits for groups",
     WaitsFor.EVALUATION: "waits for an evaluation",
+    WaitsFor.REHEARSAL: "rehearses a step, for which kernels are compiled",
     WaitsFor.UPDATE: "waits for the inference server to take new weights",
     WaitsFor.INFERENCE: "waits for completions",
     WaitsFor.REWARDS: "waits for its reward function",

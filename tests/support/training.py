@@ -182,6 +182,7 @@ def train_in(
     *,
     decode: Callable[[Sequence[int]], str] = str,
     stop: Callable[[], bool] = lambda: False,
+    is_sure_to_fit: bool = False,
 ) -> int:
     """Run the training loop in this process; returns the number of steps."""
     with Recorder(folder, total_steps=config.training_steps, show_times=False) as recorder:
@@ -192,6 +193,7 @@ def train_in(
             recorder,
             decode=decode,
             save_path=folder / "checkpoints",
+            is_sure_to_fit=is_sure_to_fit,
             stop=stop,
         )
 

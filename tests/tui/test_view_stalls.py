@@ -188,6 +188,14 @@ def test_a_server_that_sleeps_during_a_step_says_so_in_the_table_and_where_no_st
     assert warning.hint == "`grpo-tui logs trainer` shows what it does"
 
 
+def test_a_trainer_that_rehearses_while_groups_are_sampled_says_so_in_the_table_and_where_no_step_ends() -> None:
+    rehearsing = waiting("trainer", WaitsFor.REHEARSAL)
+    state = ViewState(run_folder=Path("/runs/r"), now=STARTED)
+    assert explanation(rehearsing, state) == ("rehearsing a step, kernels are compiled the first time", ".muted")
+    [warning] = told(VLLM, rehearsing)
+    assert "trainer rehearses a step, for which kernels are compiled (1m10s)" in warning.text
+
+
 def test_with_a_full_disk_the_hint_is_to_make_room() -> None:
     api = service("api", write_faults=[fault("rollouts.sqlite", space=disk())])
     _, warning = told(api, waiting("trainer", WaitsFor.BATCH))

@@ -8,6 +8,7 @@ import re
 import socket
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,13 +154,17 @@ def test_every_start_on_a_gpu_has_the_plan_in_its_log(
     card = Card(name="A card", total_bytes=8 * 10**9, free_bytes=4 * 10**9)
     monkeypatch.setattr("grpo_engine.train.memory.dry_run.card_now", lambda config: card)
     caplog.set_level("INFO", logger="grpo_engine.train")
-    log_plan(settings(model_name=str(config_folder)))
-    log_plan(settings(model_name=str(config_folder), batch_size=512, seq_len=2048))
+    assert log_plan(settings(model_name=str(config_folder)))
+    assert not log_plan(settings(model_name=str(config_folder), batch_size=512, seq_len=2048))
     fitting, too_large = caplog.records
     assert fitting.levelname == "INFO"
     assert re.search(r"^memory: 0\.6 GB at the peak \(.*\); A card has 4\.0 GB free$", fitting.getMessage())
     assert too_large.levelname == "WARNING"
     assert "it does not fit. It should fit with --gradient-checkpointing" in too_large.getMessage()
+    tight = replace(card, free_bytes=610_000_000)
+    monkeypatch.setattr("grpo_engine.train.memory.dry_run.card_now", lambda config: tight)
+    assert not log_plan(settings(model_name=str(config_folder)))  # it fits by its plan, not for sure
+    assert caplog.records[-1].levelname == "INFO"
 
 
 def test_a_model_without_a_memory_plan_starts_with_a_warning(
@@ -168,7 +173,7 @@ def test_a_model_without_a_memory_plan_starts_with_a_warning(
     card = Card(name="A card", total_bytes=8 * 10**9, free_bytes=4 * 10**9)
     monkeypatch.setattr("grpo_engine.train.memory.dry_run.card_now", lambda config: card)
     T5Config(d_model=8, d_ff=8, num_layers=1, vocab_size=10).save_pretrained(tmp_path)
-    log_plan(settings(model_name=str(tmp_path)))
+    assert not log_plan(settings(model_name=str(tmp_path)))
     [said] = caplog.records
     assert "no memory plan" in said.getMessage()
 

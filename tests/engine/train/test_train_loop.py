@@ -153,6 +153,22 @@ def test_a_trainer_that_goes_on_rehearses_nothing(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
+    ("is_sure_to_fit", "mode", "is_first"),
+    [(False, "shared_vllm", True), (True, "shared_vllm", False), (True, "turns", True)],
+)
+def test_a_step_that_fits_for_sure_is_rehearsed_while_groups_are_sampled_unless_the_engine_sleeps_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_sure_to_fit: bool, mode: str, is_first: bool
+) -> None:
+    happened: list[str] = []
+    bridge, source = ListeningBridge(small_model()), ListedSource([made_up_groups(0)])
+    monkeypatch.setattr("grpo_engine.train.loop.rehearse_step", lambda _: happened.append("rehearsed"))
+    monkeypatch.setattr(source, "register", lambda **_: happened.append("registered"))
+    config = settings(training_steps=1, bridge={"mode": mode})
+    assert train_in(tmp_path, config, source, bridge, is_sure_to_fit=is_sure_to_fit) == 1
+    assert happened == (["rehearsed", "registered"] if is_first else ["registered", "rehearsed"])
+
+
+@pytest.mark.parametrize(
     ("tokens", "num_prompt", "message"),
     [
         ([5] * 40 + [7], 40, "none of its first 32 is trained"),

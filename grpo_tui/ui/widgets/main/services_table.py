@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from textual import events
 from textual.content import Content
 
-from grpo_engine.wire.supervisor import ServiceState, ServiceStatus, WaitsFor
+from grpo_engine.wire.supervisor import ServiceState, ServiceStatus
 from grpo_tui.ui.glyphs import PROBE_SIGNS, SERVICE_GLYPHS
 from grpo_tui.ui.messages import ServiceClicked
 from grpo_tui.ui.widgets.lines import Lines, Styled, Wheel, fit, line
@@ -23,7 +23,7 @@ from grpo_tui.ui.widgets.main.machine_cells import machine_line
 from grpo_tui.view.format import UNKNOWN, age_text, bytes_text, clock_text, names_text, percent_text
 from grpo_tui.view.machine_selection import MachineFolded, MachineSelected
 from grpo_tui.view.machines import MachineRow
-from grpo_tui.view.service_rules import reason
+from grpo_tui.view.service_rules import TOLD_WAITS, reason
 from grpo_tui.view.starting import missing_needs, preparation
 from grpo_tui.view.state import ServiceSelected, ViewState
 
@@ -47,7 +47,6 @@ INDENT = 3
 MIN_NAME, MAX_NAME, MAX_WIDE_NAME = 7, 16, 26
 WIDE_TABLE = 100
 """Width from which long names get more room."""
-ASLEEP = "asleep while the trainer steps"
 MIN_NOTE = 18
 """Narrowest last column that is worth more than another number."""
 
@@ -199,8 +198,8 @@ def explanation(service: ServiceStatus, state: ViewState) -> Styled:
             return f"{sign} {word}: {service.health}", ".warning"
         case ServiceState.STARTING | ServiceState.READY if service.rank_stall is not None:
             return service.rank_stall.text, ".warning"
-        case ServiceState.READY if service.waits_for is WaitsFor.STEP:
-            return ASLEEP, ".muted"
+        case ServiceState.READY if service.waits_for in TOLD_WAITS:
+            return TOLD_WAITS[service.waits_for], ".muted"
         case ServiceState.STARTING if service.health is not None:
             return service.health, ".muted"
         case ServiceState.WAITING if missing := missing_needs(service, state):
