@@ -109,7 +109,7 @@ def run_stack(text: str, number: int, bench: Bench) -> None:
         free_s, left_mb = _when_free(bench, used_before_mb)
         lines = read_metrics(folder)
         figures = {
-            "ready_s": _ready_s(folder),
+            **_starts_s(folder, lines),
             **what_it_did(lines),
             **_memory(folder),
             "down_s": round(down_s, 2),
@@ -261,12 +261,18 @@ def _why(folder: Path) -> str:
     )
 
 
-def _ready_s(folder: Path) -> float | None:
-    """Seconds from the start of the daemon until every service was ready."""
+def _starts_s(folder: Path, lines: list[MetricsLine]) -> dict[str, float | None]:
+    """Seconds from the start of the daemon until every service was ready, and until the first step had ended."""
     events = record_run.read_events(folder)
-    at = next((each.time for each in events if isinstance(each, RunChanged) and each.state is RunState.RUNNING), None)
     began = next((each.status.started_at for each in events if isinstance(each, Snapshot)), None)
-    return round(at - began, 1) if at is not None and began is not None else None
+    ready = next(
+        (each.time for each in events if isinstance(each, RunChanged) and each.state is RunState.RUNNING), None
+    )
+    trained = next((line.time for line in lines if line.step > 0), None)
+    moments = {"ready_s": ready, "first_step_ended_s": trained}
+    return {
+        name: round(at - began, 1) if at is not None and began is not None else None for name, at in moments.items()
+    }
 
 
 def _memory(folder: Path) -> dict[str, Any]:
