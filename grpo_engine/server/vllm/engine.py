@@ -552,14 +552,19 @@ class VllmEngine:
             await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
 
     async def _read_if_abandoned(self, llm: AsyncLLM) -> None:
-        """Read the model's files after all, where the trainer has exited that was to write all weights."""
+        """Read the model's files after all, where the trainer has exited that was to write all weights.
+
+        A later update that was given up is for the next trainer: these weights would not be of the version before it.
+        """
+        if self._generations.lock.read().update_count > 0:
+            return
         try:
             self._generations.lock.check()
         except HalfWritten as error:
             folder = checkpoint_folder(self._config.model_name)
             assert folder is not None
             logger.warning("%s; loading %s", error, folder)
-            await self._read_checkpoint(llm, folder, self._generations.lock.read().policy_version)
+            await self._read_checkpoint(llm, folder, 0)
 
     async def _asked_of_workers(self, llm: AsyncLLM, method: str, argument: Any) -> None:
         """Call a method that answers why it could not, or None.

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,6 +209,42 @@ async def test_a_pause_outlasts_its_limit_while_its_owner_writes(
         assert engine._generations.gate.is_open
     finally:
         watch.cancel()
+
+
+@pytest.mark.parametrize("num_updates", [0, 1])
+async def test_files_are_read_for_a_trainer_that_exits_before_its_first_write_and_never_in_place_of_a_later_version(
+    engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_updates: int
+) -> None:
+    async def called(method: str, args: Any = (), kwargs: Any = None) -> list[None]:
+        llm.calls.append(f"{method} {args}{kwargs}")
+        return [None]
+
+    monkeypatch.setattr(llm, "collective_rpc", called, raising=False)
+    monkeypatch.setattr(vllm_engine, "checkpoint_folder", lambda _: tmp_path)
+    engine._has_read_weights = False
+    engine._arguments = SimpleNamespace(load_format="auto", model_loader_extra_config={})
+    lock = engine._generations.lock
+    for _ in range(num_updates):
+        with lock.writing(50):
+            pass
+    await engine.pause(os.getpid(), 60)
+    with suppress(RuntimeError), lock.writing(51):
+        raise RuntimeError("the trainer exits")
+    llm.calls.clear()
+    await engine._end_late_pause(engine._pause)
+    if num_updates:
+        with pytest.raises(HalfWritten, match="after version 50"):
+            engine.check_health()
+        assert llm.calls == ["abort", "resume"]
+    else:
+        engine.check_health()
+        loader = {"load_config": {"load_format": "auto", "model_loader_extra_config": {}}}
+        assert llm.calls == [
+            f"update_config ({loader},)None",
+            f"reload_weights (){{'weights_path': '{tmp_path}'}}",
+            "resume",
+        ]
+        assert lock.read().policy_version == 0
 
 
 async def test_an_adapter_loaded_during_a_pause_does_not_invalidate_frozen_requests(
