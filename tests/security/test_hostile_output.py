@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from ports import free_port
 from stage import Stage, open_stage, python, until
 from workplace import IDLE
 
@@ -90,30 +89,27 @@ async def notices_of(stage: Stage, awaited: str, program: str = IDLE, **settings
     return notices
 
 
-HEALTH = """
-import socket, sys
-listening = socket.create_server(("127.0.0.1", int(sys.argv[1])))
-while True:
-    connection, _ = listening.accept()
-    connection.recv(65536)
-    connection.sendall(b"HTTP/1.1 503 Unavailable\\r\\n\\r\\n" + sys.argv[2].encode())
-    connection.close()
-"""
-
-
 async def test_half_a_character_in_the_reason_of_a_probe_does_not_end_the_supervisor(tmp_path: Path) -> None:
     """The state could not be written with it; nor is anything kept that a terminal would obey."""
-    port, reason = free_port(), r'{"detail": "out of\n memory\ud800\u001b[2J\u202e"}'
-    probe = Probe(http=f"http://127.0.0.1:{port}/health", interval_s=0.01, within_s=0.5)
-    with open_stage(tmp_path) as stage:
-        program = python(HEALTH, port, reason, stage.token)
-        launch = stage.launch(*program, ready=probe, ports=(port,))
-        supervisor = Supervisor(
-            Plan(profile_name="p", profile_folder=stage.folder, launches=(launch,)),
-            run_folder=stage.folder,
-            predecessor=None,
-        )
-        assert await supervisor.run() is RunState.FAILED
+    reason = rb'{"detail": "out of\n memory\ud800\u001b[2J\u202e"}'
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Unavailable\r\n\r\n" + reason)
+        writer.close()
+
+    # Not the service itself, which may start late: its limit has begun by then.
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/health"
+        with open_stage(tmp_path) as stage:
+            ready = Probe(http=url, interval_s=0.01, within_s=0.5)
+            launch = stage.launch(*python("import signal; signal.pause()", stage.token), ready=ready)
+            supervisor = Supervisor(
+                Plan(profile_name="p", profile_folder=stage.folder, launches=(launch,)),
+                run_folder=stage.folder,
+                predecessor=None,
+            )
+            assert await supervisor.run() is RunState.FAILED
     stored = read_state(tmp_path)
     assert stored is not None
     assert stored.services[0].why == "not ready within 0.5 s: /health answers 503: out of memory[2J"

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from broker_bench import DEADLINE_S, WAITS, Bench, line_of, lost_machine, program, until_gone
@@ -56,7 +57,10 @@ async def test_a_lost_machine_is_named_and_its_service_starts_on_another(stage: 
 async def test_a_broker_after_one_that_lost_a_machine_waits_for_what_may_run_there(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fences, "FENCE_S", 3.0)
+    later_s = 0.0
+    clock = SimpleNamespace(**vars(time) | {"time": lambda: unix_time() + later_s})
+    unix_time = time.time
+    monkeypatch.setattr(fences, "time", clock)
     bench = Bench(stage, tmp_path, [program("a", WAITS)], left=1, right=1)
     async with bench.broker():
         process = await bench.start("a")
@@ -66,8 +70,9 @@ async def test_a_broker_after_one_that_lost_a_machine_waits_for_what_may_run_the
     assert (bench.run_folder / "machines.json").exists()
     async with bench.broker():  # of the run that is resumed at once
         again = await bench.start("a", attempt=2)
+        await until(lambda: "a may still run on left: it is started when its agent has ended it" in caplog.text)
+        later_s = fences.FENCE_S
         await line_of(again, "pid")
-        assert "a may still run on left: it is started when its agent has ended it" in caplog.text
         os.kill(gone, signal.SIGKILL)
     assert not (bench.run_folder / "machines.json").exists()
     await until(lambda: not stage.survivors())  # the keeper of the one that was killed

@@ -8,6 +8,11 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 
 import pytest
 from stage import HOLDER, free_ports, is_open
@@ -18,6 +23,27 @@ from grpo_tui.supervisor.keeper.proc import identify
 from grpo_tui.supervisor.lock import has_daemon
 
 pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def refusing_server() -> Iterator[str]:
+    """The URL of a server in this process that answers each request with 503."""
+
+    class Refusal(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(503)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Refusal) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 READS_NUMBERS = """
@@ -100,7 +126,7 @@ def test_restart_stop_and_start_change_the_process(place: Workplace) -> None:
 
 
 def test_a_command_prints_the_state_that_follows_from_it(place: Workplace) -> None:
-    place.up(service("a", IDLE), service("slow", IGNORES_SIGTERM, ready=UP, stop_grace_s=5))
+    place.up(service("a", IDLE), service("slow", IGNORES_SIGTERM, ready=UP, stop_grace_s=3600))
     assert place.grpo("restart", "slow").stderr == "slow: restart requested; it is stopping\n"
     assert place.grpo("stop", "slow").stderr == "slow: stop requested; it is stopping\n"
     place.succeed("stop", "a", "--wait")
@@ -255,10 +281,11 @@ def test_a_time_out_takes_an_attached_run_down_and_leaves_a_detached_one(place: 
 
 
 def test_a_service_that_is_never_ready_fails_after_its_limit_with_the_answer_of_its_probe(place: Workplace) -> None:
-    place.profile(place.server(loads_s=1000, within_s=0.8))
-    done = place.grpo("up", "--profile", "p", "--wait", "ready", "--detach")
+    with refusing_server() as url:  # answers already when the limit begins
+        place.profile(service("a", IDLE, ready=f"{{ http = '{url}/health', interval_s = 0.05, within_s = 1 }}"))
+        done = place.grpo("up", "--profile", "p", "--wait", "ready", "--detach")
     assert done.returncode == 1
-    assert "not ready within 0.8 s: /health answers 503" in done.stderr
+    assert "not ready within 1 s: /health answers 503" in done.stderr
     assert "the run goes on" not in done.stderr
 
 
@@ -370,14 +397,14 @@ def test_a_deleted_run_folder_is_made_again_and_no_service_is_started_twice(plac
 
 def test_a_jump_of_the_clock_moves_no_timer_of_an_adopted_service(place: Workplace) -> None:
     gate = place.folder / "gate"
-    failing = service("a", "import sys; sys.exit(3)", needs=["b"], restart='"on-failure"', backoff_s=1, max_restarts=1)
+    failing = service("a", "import sys; sys.exit(3)", needs=["b"], restart='"on-failure"', backoff_s=3, max_restarts=1)
     opens = f"{{ file = '{gate}', interval_s = 0.02 }}"
     place.launch(failing, service("b", IDLE, ends_run="true", ready=opens))
     supervisor = place.supervisor()
     path = place.run_folder() / "state.json"
     gate.touch()
     until(lambda: json.loads(path.read_text())["ledger"]["services"]["a"]["state"] == ServiceState.BACKOFF)
-    os.kill(supervisor.pid, signal.SIGKILL)  # at once: the pause lasts a second
+    os.kill(supervisor.pid, signal.SIGKILL)  # at once: the pause lasts three seconds
     until(lambda: identify(supervisor.pid) is None)
     document = json.loads(path.read_text())  # as a supervisor would have left it before the clock went back by a year
     for name in ("started_at", "ended_at"):

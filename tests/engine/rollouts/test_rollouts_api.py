@@ -277,18 +277,21 @@ async def test_buffered_groups_are_delivered_once_their_environment_has_disconne
         assert tags((await api.get("/batch")).json()["batch"]) == [10]
 
 
-async def test_a_guaranteed_share_without_groups_lapses_after_its_wait() -> None:
-    async with api_with_run(share_wait_s=0.2) as api:
+async def test_a_guaranteed_share_without_groups_lapses_after_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1e9
+    monkeypatch.setattr(coordinator, "_steady_clock", lambda: lambda: now_s)
+    async with api_with_run(share_wait_s=60) as api:
         idle, busy = await join(api, min_batch_allocation=0.5), await join(api)
         for tag in (10, 11):
             await api.post("/scored_data", json=group(4, tag=tag, env_id=busy))
         answers = [(await api.get("/batch")).json()]
-        while answers[-1]["batch"] is None:
-            await asyncio.sleep(0.02)  # the interval at which a trainer asks
+        for _ in range(3):
+            now_s += 20
             await ask_status(api, idle)
             answers.append((await api.get("/batch")).json())
-        assert tags(answers[-1]["batch"]) == [10]
-        assert any("too few of sums_0, which has a guaranteed share" in answer.get("message", "") for answer in answers)
+        assert [answer["batch"] and tags(answer["batch"]) for answer in answers] == [None, None, None, [10]]
+        words = "too few of sums_0, which has a guaranteed share"
+        assert [words in answer.get("message", "") for answer in answers[:3]] == [False, False, True]
         await api.post("/scored_data", json=group(4, tag=12, env_id=idle))
         assert tags((await api.get("/batch")).json()["batch"]) == [12], "its share counts again"
 
