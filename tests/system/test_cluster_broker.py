@@ -207,8 +207,16 @@ async def test_an_agent_that_ends_its_services_with_its_raylet_does_not_say_how_
         started = await ask(folder, wire.Start(launch=wire.LAUNCH.dump_json(service).decode(), attempt=1))
         assert wire.Started.model_validate_json(started).refused is None
         log = base64.b64decode(wire.Followed.model_validate_json(await follow(0, 0.0)).data)
+        is_asked = asyncio.Event()
+        plain = agent.Agent._follow
+
+        async def asked(self: agent.Agent, request: wire.Follow) -> wire.Followed:
+            is_asked.set()
+            return await plain(self, request)
+
+        monkeypatch.setattr(agent.Agent, "_follow", asked)
         end = asyncio.create_task(follow(len(log), 30.0))
-        await asyncio.sleep(0.1)
+        await is_asked.wait()
         raylet.kill()
         # It was SIGKILL, for which the supervisor would start it again before the cluster has lost the machine.
         assert await end == b""

@@ -196,7 +196,7 @@ def test_a_restart_in_place_completes_although_the_supervisor_is_killed(place: W
 
 
 def test_an_unhealthy_service_restarts_in_place(place: Workplace) -> None:
-    live = f"{{ file = '{place.folder}/fine', interval_s = 0.05, within_s = 0.2 }}"
+    live = f"{{ file = '{place.folder}/fine', interval_s = 0.05, within_s = 2 }}"
     (place.folder / "fine").touch()
     up(place, service("b", IDLE), live=live)
     (place.folder / "fine").unlink()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
 import signal
+from pathlib import Path
 
 import httpx
 import pytest
@@ -191,10 +193,10 @@ import signal; signal.pause()
 
 def test_a_hang_after_readiness_is_unhealthy_and_restarted_where_the_policy_says_so(place: Workplace) -> None:
     (port,) = place.ports = free_ports(1)
-    probe = f"http = 'http://127.0.0.1:{port}/health', interval_s = 0.1, timeout_s = 0.5"
+    probe = f"http = 'http://127.0.0.1:{port}/health', interval_s = 0.1"
     place.up(
         service(
-            "a", SERVER, port, ports=[port], ready=f"{{ {probe} }}", live=f"{{ {probe}, within_s = 1 }}",
+            "a", SERVER, port, ports=[port], ready=f"{{ {probe} }}", live=f"{{ {probe}, timeout_s = 1, within_s = 3 }}",
             restart="'on-failure'", restart_unhealthy="true", backoff_s=0.1, stop_grace_s=0.3,
         ),
     )  # fmt: skip
@@ -202,7 +204,7 @@ def test_a_hang_after_readiness_is_unhealthy_and_restarted_where_the_policy_says
     os.kill(before, signal.SIGSTOP)  # the port stays open, without an answer
     place.until_state(ServiceState.READY, attempt=2)
     assert identify(before) is None
-    assert "no liveness for 1 s: /health: no answer in 0.5 s" in place.log()
+    assert "no liveness for 3 s: /health: no answer in 1 s" in place.log()
 
 
 def test_a_failure_writes_a_crash_report_and_then_runs_the_hooks(place: Workplace) -> None:
@@ -329,13 +331,25 @@ def test_a_supervisor_whose_run_has_ended_meanwhile_leaves_no_registration(place
     until(lambda: list(place.temporary.rglob("*.run")) == [])
 
 
+STOPS_AT_A_GATE = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1]).read(), sys.exit()))
+print("up", flush=True)
+while True: signal.pause()
+"""
+"""On SIGTERM it waits for the other end of a pipe, and exits."""
+
+
 def test_down_continues_when_the_supervisor_is_killed_meanwhile(place: Workplace) -> None:
-    place.up(service("a", IGNORES_SIGTERM, stop_grace_s=4, ready=UP))
+    os.mkfifo(place.folder / "gate")
+    place.up(service("a", STOPS_AT_A_GATE, place.folder / "gate", stop_grace_s=3600, ready=UP))
     supervisor = place.supervisor()
     ending = place.start("down")
     place.until_state(ServiceState.STOPPING)
     assert place.status().is_ending
     os.kill(supervisor.pid, signal.SIGKILL)
+    until(lambda: place.log().count(" started for run ") == 2)
+    (place.folder / "gate").write_text("")
     out, err = ending.communicate(timeout=60)
     assert ending.returncode == 0, err
     assert "a new one continues it" in err
@@ -343,12 +357,27 @@ def test_down_continues_when_the_supervisor_is_killed_meanwhile(place: Workplace
     assert place.survivors() == []
 
 
+def is_locked(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 @pytest.mark.extended("test_down_continues_when_the_supervisor_is_killed_meanwhile")
 def test_an_up_during_a_down_waits_for_its_end_and_starts_another_run(place: Workplace) -> None:
-    run = place.up(service("a", IGNORES_SIGTERM, stop_grace_s=1.5, ready=UP))
+    os.mkfifo(place.folder / "gate")
+    run = place.up(service("a", STOPS_AT_A_GATE, place.folder / "gate", stop_grace_s=3600, ready=UP))
     ending = place.start("down")
     until(lambda: place.status().is_ending)
-    assert place.up() != run
+    starting = place.start("up", "--profile", "p", "--detach", "--wait", "ready")
+    until(lambda: is_locked(place.folder / "logs" / ".start.lock"))  # the start looks at what is live
+    (place.folder / "gate").write_text("")
+    started, errors = starting.communicate(timeout=60)
+    assert starting.returncode == 0, errors
+    assert started.strip() not in ("", run)
     ending.communicate(timeout=60)
     assert place.status().state is RunState.RUNNING
     place.succeed("down", "--timeout", 0.1)

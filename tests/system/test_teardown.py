@@ -363,16 +363,20 @@ async def test_a_sweep_waits_until_the_driver_has_freed_the_memory(
 @pytest.mark.slow
 async def test_usage_is_the_cpu_of_all_processes_below_the_keeper_in_percent_of_a_core(stage: Stage) -> None:
     burning = """
-import os, signal
+import os, signal, sys
 print("up", flush=True)
+open(sys.argv[1]).read()
 while os.times().user < 0.3: pass
 print("done", flush=True)
 signal.pause()
 """
-    keeper = await stage.start("sh", "-c", '"$@"; exit', "sh", *python(burning, stage.token))
+    gate = stage.folder / "gate"
+    os.mkfifo(gate)
+    keeper = await stage.start("sh", "-c", '"$@"; exit', "sh", *python(burning, gate, stage.token))
     reader = UsageReader()
     await stage.says("up")
     reader.sample({"a": keeper.identity.pid}, now=100.0)
+    gate.write_text("go")  # from here on it burns
     await stage.says("done")
     usage = reader.sample({"a": keeper.identity.pid}, now=101.0)["a"]
     assert usage.cpu_percent is not None
