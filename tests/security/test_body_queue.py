@@ -19,7 +19,7 @@ from grpo_engine.server.http import requests as server_requests
 from grpo_engine.server.http.app import Service, create_app
 from grpo_engine.server.vllm.stock import StockApp
 from grpo_engine.serving import bodies, body_queue
-from grpo_engine.serving.access import AccessControl
+from grpo_engine.serving.access import AccessControl, Token, caller
 from grpo_engine.serving.bodies import BodyLimits
 from grpo_engine.serving.body_queue import BodyQueue
 from grpo_engine.wire.inference import GenerateRequest
@@ -33,7 +33,7 @@ class Waiting:
     logprobs_mode = "raw"
 
     def __init__(self) -> None:
-        self.num_asked = 0
+        self.num_asked = self.num_asked_with_token = 0
         self.may_answer = asyncio.Event()
         self._stock = FastAPI()
         self._stock.add_api_route("/tokenize", self._tokenize, methods=["POST"])
@@ -55,7 +55,10 @@ class Waiting:
         await self._wait()
 
     async def _wait(self) -> None:
-        self.num_asked += 1
+        if caller().token is Token.RIGHT:
+            self.num_asked_with_token += 1
+        else:
+            self.num_asked += 1
         await self.may_answer.wait()
         raise server_requests.HTTPException(418)
 
@@ -81,11 +84,11 @@ async def test_few_bodies_without_the_token_are_parsed_before_those_before_them_
         posts = [asyncio.create_task(client.post(path, json=body)) for _ in range(9)]
         await until(lambda: waiting.num_asked > 0)
         await asyncio.sleep(0.02)
-        num_before = waiting.num_asked
-        assert 1 <= num_before <= 3
+        assert 1 <= waiting.num_asked <= 3
         posts.append(asyncio.create_task(client.post(path, json=body, headers=OURS)))
-        await until(lambda: waiting.num_asked == num_before + 1)
+        await until(lambda: waiting.num_asked_with_token == 1)
         assert (await client.get("/health")).status_code == 200
+        assert 1 <= waiting.num_asked <= 3
         waiting.may_answer.set()
         assert [(await post).status_code for post in posts] == [418] * 10
 
@@ -148,6 +151,8 @@ def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def seen(route: Route, *lengths: int) -> bool:
+    """Whether a route gets bodies of these lengths, and no other one soon."""
+    await until(lambda: len(route.lengths) >= len(lengths))
     await asyncio.sleep(0.02)
     return route.lengths == list(lengths)
 

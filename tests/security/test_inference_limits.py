@@ -225,7 +225,9 @@ async def test_generating_health_checks_of_any_number_of_clients_are_one_request
     ours = create_app(Service(engine=engine, config=config, instance="i", token="t"))  # type: ignore[arg-type]
     async with client_of(ours) as client:
         asked = [asyncio.create_task(client.get("/health_generate")) for _ in range(10)]
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.num_asked == 1)
+        for _ in range(100):  # in which the others ask too
+            await asyncio.sleep(0)
         engine.may_answer.set()
         assert [(await each).status_code for each in asked] == [200] * 10
         assert engine.num_asked == 1

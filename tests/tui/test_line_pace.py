@@ -128,5 +128,4 @@ async def test_the_screen_leaves_when_the_terminal_has_answered(
         assert not screen.app._exit
         owes = False
         screen.app.post_message(events.CursorPosition(0, 0))
-        await screen.pilot.pause()
-        assert screen.app._exit
+        await screen.until(lambda: screen.app._exit)

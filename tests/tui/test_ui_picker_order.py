@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
 from grpo_tui.cli.planning import profiles_command
 from grpo_tui.profile import listed
 from grpo_tui.ui import choices
-from grpo_tui.ui.choices import profile_choices
+from grpo_tui.ui.choices import ProfileChoice, profile_choices
 from grpo_tui.ui.screens.picker import PickerApp
 from grpo_tui.ui.screens.reading import ReadingScreen
 
@@ -100,6 +103,12 @@ def test_profiles_that_lack_a_gpu_come_last_and_say_so(monkeypatch: pytest.Monke
     assert any(choice.lack == "needs a GPU" for choice in found) is not has_driver
 
 
+async def until(pilot: Pilot[ProfileChoice], is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not is_so():
+            await pilot.pause(0.01)
+
+
 @pytest.mark.slow
 async def test_question_mark_and_slash_do_what_they_do_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "has_gpu_driver", lambda: False)
@@ -108,10 +117,8 @@ async def test_question_mark_and_slash_do_what_they_do_elsewhere(monkeypatch: py
         rows = [str(option.prompt) for option in app.query_one(OptionList).options]
         assert "needs a GPU · " in rows[-1]
         await pilot.press("question_mark")
-        await pilot.pause()
-        assert isinstance(app.screen, ReadingScreen)
+        await until(pilot, lambda: isinstance(app.screen, ReadingScreen))
         await pilot.press("question_mark")
-        await pilot.pause()
-        assert not isinstance(app.screen, ReadingScreen)
+        await until(pilot, lambda: not isinstance(app.screen, ReadingScreen))
         await pilot.press("slash", "t", "i")
-        assert app.query_one(Input).value == "ti"
+        await until(pilot, lambda: app.query_one(Input).value == "ti")

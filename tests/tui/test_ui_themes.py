@@ -72,8 +72,7 @@ async def test_the_ansi_theme_leaves_background_and_text_to_the_terminal_and_the
         assert not set(colours.values()) & unreadable
         for theme in ("textual-light", "gruvbox", "ansi-light", "monokai"):
             screen.app.theme = theme
-            await screen.pilot.pause()
-            assert tmp_path.name in screen.picture
+            await screen.until(lambda: tmp_path.name in screen.picture)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -44,7 +45,9 @@ def test_a_trainer_on_another_machine_lives_while_it_touches_its_own_note(
     assert sender.is_alive()  # it was touched since
     note._is_closed.set()
     text = note.path.read_text()
-    time.sleep(0.05)
+    for thread in threading.enumerate():
+        if thread.name == "sender-file":
+            thread.join()
     sender.is_alive()
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 100 + sender_file._GONE_AFTER_S - 0.1)
     assert sender.is_alive()

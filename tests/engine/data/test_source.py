@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,8 +193,7 @@ def test_a_lost_api_is_awaited_as_long_as_a_batch_while_the_bridge_is_polled() -
 
 
 def test_an_api_that_is_not_there_is_named_with_what_to_do() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
+    port = free_port()
     source = RolloutApiSource(f"http://127.0.0.1:{port}", reach_timeout_s=0.05)
     with pytest.raises(
         PeerUnavailable, match=rf"not reachable at http://127.0.0.1:{port} within 0\.05 s.*grpo-engine api"

@@ -44,7 +44,17 @@ async def all_rewards(config: EnvironmentConfig, *groups: list[str]) -> list[lis
 
 
 def test_groups_are_scored_by_several_processes_and_none_of_them_is_this_one(tmp_path: Path) -> None:
-    code = "import os, time\ndef score(completion):\n    time.sleep(0.3)\n    return os.getpid()"
+    scores = tmp_path / "scores"
+    scores.mkdir()
+    code = f"""
+import os, pathlib, time
+scores = pathlib.Path({str(scores)!r})
+def score(completion):
+    (scores / str(os.getpid())).touch()
+    while len(os.listdir(scores)) < 2:  # the second process has not begun
+        time.sleep(0.01)
+    return os.getpid()
+"""
     pids = asyncio.run(all_rewards(environment(code, tmp_path), ["a", "b"], ["c", "d"], ["e"]))
     assert all(len(set(of_group)) == 1 for of_group in pids)
     assert len({of_group[0] for of_group in pids}) == 2

@@ -294,8 +294,9 @@ async def test_slots_of_dropped_groups_go_to_an_environment_that_waits_for_them(
         waiting, dropping = await join(api), await join(api, desired_name="dropping")
         await post(api, waiting, version=0)
         assert await may_start(api, dropping) == 1
-        held = asyncio.create_task(may_start(api, waiting, wait_s=5, current_step=0, queue_size=1))
-        await asyncio.sleep(0.05)
+        held = asyncio.create_task(may_start(api, waiting, wait_s=20, current_step=0, queue_size=1))
+        for _ in range(200):  # until it is held
+            await asyncio.sleep(0)
         assert await may_start(api, dropping, sampled=0) == 0
         assert await held == 1
 

@@ -94,7 +94,7 @@ class Launcher:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120  # for imports
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -121,7 +121,7 @@ def test_the_ranks_start_again_in_the_same_launcher_after_one_was_killed(launche
     assert launcher.restarts() == {"pid": launcher.process.pid, "num_restarts": 1, "killed_by": None}
     assert not any(psutil.pid_exists(pid) for rank in first for pid in rank)
     launcher.process.send_signal(signal.SIGTERM)
-    assert launcher.process.wait(30) == 0
+    assert launcher.process.wait(60) == 0
     assert not any(psutil.pid_exists(rank) for rank, _ in second)
     for _, left in second:  # the keeper of the service ends them
         os.kill(left, signal.SIGKILL)
@@ -139,12 +139,12 @@ def test_a_launcher_that_waits_to_be_asked_is_stopped_at_once(launcher: Launcher
     os.kill(launcher.ranks(0)[0][0], signal.SIGKILL)
     until(lambda: launcher.restarts().get("killed_by") == "SIGKILL")
     launcher.process.send_signal(signal.SIGTERM)
-    assert launcher.process.wait(10) == 128 + signal.SIGKILL
+    assert launcher.process.wait(60) == 128 + signal.SIGKILL
 
 
 def test_a_rank_in_an_operation_of_nccl_is_asked_to_end_it_and_not_killed() -> None:
     """A process that is killed within a kernel under MPS is a fault of all that share the card."""
-    ended = subprocess.run([sys.executable, "-c", IN_A_KERNEL], capture_output=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", IN_A_KERNEL], capture_output=True, timeout=200, check=False)
     assert (ended.returncode, ended.stdout) == (3, b"aborted and idle"), ended.stderr.decode()
 
 
