@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -107,6 +108,15 @@ def test_expressions_are_compared_by_their_value() -> None:
     assert is_same_answer("0.5", r"\frac12")
     assert is_same_answer("72", r"72\%")
     assert not is_same_answer("1", "x" * 1000)
+
+
+def test_an_expression_is_parsed_before_any_answer_has_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one takes a tenth of a second of CPU: on a busy machine a right answer was over its 2 s, and wrong."""
+    parsed: list[str] = []
+    fake = SimpleNamespace(parse=lambda text, **_: parsed.append(text), verify=lambda *_, **__: True)
+    monkeypatch.setitem(sys.modules, "math_verify", fake)
+    expressions.load_scorer("")
+    assert len(parsed) == 1
 
 
 @needs_math_verify
