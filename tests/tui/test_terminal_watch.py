@@ -14,7 +14,7 @@ from grpo_tui.ui.terminal.terminal_watch import EXIT_CODE, RESTORE
 WATCHED = """
 import os, signal, sys, threading, tty
 from grpo_tui.ui.terminal import terminal_watch
-terminal_watch.LEAVE_WITHIN_S = 0.0
+terminal_watch.LEAVE_WITHIN_S, terminal_watch.RESTORE_WITHIN_S = 0.0, 30.0
 fill = "fill" in sys.argv
 with terminal_watch.TerminalWatch(lambda: None):
     if fill:
@@ -27,7 +27,7 @@ with terminal_watch.TerminalWatch(lambda: None):
             os.set_blocking(1, True)
         threading.Thread(target=lambda: os.write(1, b"x" * 1000000), daemon=True).start()
         os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(10)
+    threading.Event().wait(50)
 """
 
 
@@ -40,7 +40,7 @@ def test_a_terminal_that_nobody_reads_gets_its_settings_back() -> None:
     """As over a connection that stalls: the shell had no echo, and descriptors that do not block."""
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
-    assert watched(theirs, "fill").wait(20) == EXIT_CODE
+    assert watched(theirs, "fill").wait(60) == EXIT_CODE
     assert termios.tcgetattr(theirs) == before
     assert os.get_blocking(theirs)
     os.set_blocking(ours, False)
@@ -57,7 +57,7 @@ def test_a_screen_whose_terminal_was_gone_before_it_was_drawn_exits() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         os.close(ours)
-        assert watched(theirs).wait(20) == EXIT_CODE
+        assert watched(theirs).wait(60) == EXIT_CODE
     finally:
         signal.signal(signal.SIGHUP, before)
         os.close(theirs)

@@ -156,6 +156,7 @@ async def test_a_run_without_a_timeline_says_so_reads_it_once_and_shows_its_metr
         await screen.press("t")
         await screen.until_text(TravelBar, "no events.jsonl")
         await screen.until_moment(NOW)
+        await screen.until(lambda: len(read) >= 2)
         for _ in range(20):
             await screen.pilot.pause()
         assert [type(each.change) for each in read] == [Learned, PastRead]

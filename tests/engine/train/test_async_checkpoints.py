@@ -118,12 +118,13 @@ def test_a_trainer_killed_before_its_checkpoint_is_durable_resumes_from_the_one_
 def test_training_goes_on_beside_a_slow_disk_and_one_checkpoint_is_written_at_a_time(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_released, now, most = threading.Event(), 0, 0
+    has_begun, is_released, now, most = threading.Event(), threading.Event(), 0, 0
 
     def slow(folder: Path) -> None:
         nonlocal now, most
         now += 1
         most = max(most, now)
+        has_begun.set()
         assert is_released.wait(60)
         TO_DISK(folder)
         now -= 1
@@ -131,8 +132,9 @@ def test_training_goes_on_beside_a_slow_disk_and_one_checkpoint_is_written_at_a_
     class Watching(Recorder):
         def step(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
             super().step(step, policy_version, metrics)
-            there = {path.name for path in (tmp_path / "checkpoints").iterdir()}
             if step == 3:  # with the checkpoint of step 2 not yet durable
+                assert has_begun.wait(60)
+                there = {path.name for path in (tmp_path / "checkpoints").iterdir()}
                 assert ".step_2.partial" in there
                 assert "step_2" not in there
                 assert (tmp_path / "checkpoints/journal/step_1.jsonl").exists()
