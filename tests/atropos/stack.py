@@ -115,5 +115,5 @@ class Stack:
     def ask(self, method: str, path: str, **body: Any) -> httpx.Response:
         """Send a request to the API with a JSON body, as stock clients do."""
         return httpx.request(
-            method, f"{self.api_url}{path}", json=body or None, headers=self._headers, timeout=10, trust_env=False
+            method, f"{self.api_url}{path}", json=body or None, headers=self._headers, timeout=60, trust_env=False
         )

@@ -16,7 +16,7 @@ from workplace import Workplace, open_workplace
 
 from grpo_engine.wire.supervisor import RunState, ServiceState
 
-pytestmark = [pytest.mark.slow, pytest.mark.atropos, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.atropos, pytest.mark.timeout(300)]
 STEPS = 40
 PROFILE = """
 [model]

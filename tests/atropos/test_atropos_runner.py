@@ -17,7 +17,7 @@ from stack import ENVIRONMENT, Stack
 
 from grpo_tui.supervisor.keeper.proc import identify
 
-pytestmark = [pytest.mark.slow, pytest.mark.atropos, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.atropos, pytest.mark.timeout(300)]
 
 WRITES_SETTINGS = """
 import json, os, sys, yaml

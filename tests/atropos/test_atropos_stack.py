@@ -10,7 +10,7 @@ import httpx
 import pytest
 from stack import Stack
 
-pytestmark = [pytest.mark.slow, pytest.mark.atropos, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.atropos, pytest.mark.timeout(300)]
 STEPS, BATCH, GROUP = 40, 128, 8
 
 

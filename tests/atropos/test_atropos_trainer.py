@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from stack import Stack
 
-pytestmark = [pytest.mark.slow, pytest.mark.atropos, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.atropos, pytest.mark.timeout(300)]
 STEPS = 6
 
 

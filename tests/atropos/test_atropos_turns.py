@@ -11,7 +11,7 @@ from stack import Stack
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.atropos,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(300),
     pytest.mark.extended("tests/atropos/test_atropos_stack.py, and tests/engine/bridges/test_turns.py"),
 ]
 STEPS = 10

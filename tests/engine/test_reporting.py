@@ -62,7 +62,7 @@ def test_a_service_sends_its_report_to_the_supervisor_that_started_it(
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         listening.listen()
-        listening.settimeout(10)
+        listening.settimeout(60)
         (tmp_path / ADDRESS_FILE).write_text(Address(pid=1, socket=str(path)).model_dump_json())
         names = {RUN_FOLDER_VARIABLE: str(tmp_path), SERVICE_VARIABLE: "trainer", ATTEMPT_VARIABLE: "3"}
         with Reporter.from_environment(names) as reporter:
@@ -86,9 +86,9 @@ def test_a_report_that_was_not_taken_is_sent_again(monkeypatch: pytest.MonkeyPat
 
     with Reporter(send, service="a", attempt=1) as reporter:
         reporter.cannot_write(tmp_path, FULL, effect="x")
-        assert len(taken.get(timeout=10).write_faults) == 1
+        assert len(taken.get(timeout=60).write_faults) == 1
         reporter.can_write(tmp_path)
-        assert taken.get(timeout=10) == ServiceReport(service="a", attempt=1)
+        assert taken.get(timeout=60) == ServiceReport(service="a", attempt=1)
 
 
 def test_without_a_supervisor_nothing_is_sent() -> None:

@@ -223,7 +223,7 @@ def place(tmp_path: Path) -> Iterator[Workplace]:
 def register(port: int, token: str | None = None) -> int:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     url = f"http://127.0.0.1:{port}/register"
-    return httpx.post(url, json=REGISTRATION, headers=headers, timeout=10, trust_env=False).status_code
+    return httpx.post(url, json=REGISTRATION, headers=headers, timeout=60, trust_env=False).status_code
 
 
 def test_a_run_has_a_token_that_survives_restarts_of_services_and_of_the_supervisor(place: Workplace) -> None:

@@ -80,7 +80,7 @@ async def test_few_bodies_without_the_token_are_parsed_before_those_before_them_
     waiting = Waiting()
     config = ServerConfig(model_name="m", engine=engine)
     ours = create_app(Service(engine=waiting, config=config, instance="i", token="t"))  # type: ignore[arg-type]
-    async with client_of(ours) as client, asyncio.timeout(20):
+    async with client_of(ours) as client, asyncio.timeout(60):
         posts = [asyncio.create_task(client.post(path, json=body)) for _ in range(9)]
         await until(lambda: waiting.num_asked > 0)
         await asyncio.sleep(0.02)

@@ -166,7 +166,7 @@ async def test_the_kernel_says_which_process_listens_as_supervisor(tmp_path: Pat
     async with await asyncio.start_unix_server(answer, tmp_path / "s"):
         write_address(tmp_path, tmp_path / "s")
         assert (await Daemon(tmp_path).hello()).pid == os.getpid()
-        await asyncio.wait_for(is_closed.wait(), 10)
+        await asyncio.wait_for(is_closed.wait(), 60)
 
 
 async def test_a_line_of_a_supervisor_that_is_longer_than_any_ends_no_screen_with_a_traceback(tmp_path: Path) -> None:

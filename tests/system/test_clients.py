@@ -36,7 +36,7 @@ async def supervised(stage: Stage, program: str = IDLE, **settings: object) -> A
     """A supervisor of one service in this process, with its socket in the run folder."""
     launch = stage.launch(*python(program, stage.token), **settings)  # type: ignore[arg-type]
     async with supervising(stage, launch) as supervisor:
-        await asyncio.wait_for(supervisor.wait_until(lambda s: s.state is RunState.RUNNING), 20)
+        await asyncio.wait_for(supervisor.wait_until(lambda s: s.state is RunState.RUNNING), 60)
         yield supervisor
 
 
@@ -79,7 +79,7 @@ async def test_a_client_that_stops_reading_is_dropped_and_delays_no_other(stage:
                 await until(lambda: len(received) > number)  # noqa: B023 - awaited at once
         await asyncio.wait_for(reading, 60)
         assert received == [str(number) for number in range(FLOOD)]
-        reply = await asyncio.wait_for(Daemon(stage.folder).command("status"), 20)
+        reply = await asyncio.wait_for(Daemon(stage.folder).command("status"), 60)
         assert reply.ok
         assert [each.is_dropped for each in supervisor.broadcast.clients if each.is_watching] == []
         silent.transport.abort()
@@ -112,12 +112,12 @@ async def test_a_supervisor_whose_run_is_over_is_waited_for_and_not_joined(stage
         lock = take_lock(stage.folder)
         assert lock is not None
         supervisor.end(RunState.STOPPED)
-        await asyncio.wait_for(supervisor.wait_until(lambda s: s.state is RunState.STOPPED), 20)
+        await asyncio.wait_for(supervisor.wait_until(lambda s: s.state is RunState.STOPPED), 60)
         waiting = asyncio.create_task(asyncio.to_thread(wait_if_ending, look_at(stage.folder)))
         await asyncio.wait({waiting}, timeout=0.5)
         was_done = waiting.done()
         os.close(lock)
-        assert await asyncio.wait_for(waiting, 20)
+        assert await asyncio.wait_for(waiting, 60)
         assert not was_done
 
 
@@ -126,7 +126,7 @@ async def test_an_invalid_line_gets_an_error_and_ends_that_connection_alone(stag
     async with supervised(stage):
         reader, writer = await asyncio.open_unix_connection(stage.folder / "s")
         writer.write(line)
-        answer = await asyncio.wait_for(reader.read(), 20)
+        answer = await asyncio.wait_for(reader.read(), 60)
         last = read_from_daemon(answer.splitlines()[-1])
         assert last.type == "reply"
         assert "not a valid line of protocol" in (last.error or "")
@@ -163,7 +163,7 @@ async def test_a_start_after_a_takeover_is_not_of_an_attempt_that_ended_without_
     plan = Plan(profile_name="p", profile_folder=stage.folder, launches=tuple(launches))
     first = Supervisor(plan, run_folder=stage.folder, predecessor=None)
     running = asyncio.create_task(first.run())
-    await asyncio.wait_for(first.wait_until(lambda s: s.state is RunState.RUNNING), 20)
+    await asyncio.wait_for(first.wait_until(lambda s: s.state is RunState.RUNNING), 60)
     pid = first.status().services[0].pid
     assert pid is not None
     running.cancel()
@@ -187,7 +187,7 @@ async def test_a_kill_overrides_a_stop_with_a_long_grace_period(stage: Stage) ->
     async with supervised(stage, IGNORES_SIGTERM, stop_grace_s=100.0, ready=ready):
         daemon = Daemon(stage.folder)
         assert (await daemon.command("stop", "a")).ok
-        reply = await asyncio.wait_for(daemon.command("kill", "a", wait=True), 20)
+        reply = await asyncio.wait_for(daemon.command("kill", "a", wait=True), 60)
         assert reply.ok
         assert reply.status is not None
         assert reply.status.services[0].exit_code == -signal.SIGKILL

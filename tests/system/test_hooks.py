@@ -85,7 +85,7 @@ class HookRun:
 
     async def run(self, *hooks: Hook, of: ServiceStatus | None) -> None:
         """Run hooks on one failure, and wait until they have ended."""
-        await self.start(*hooks, of=[of]).finish(20.0)
+        await self.start(*hooks, of=[of]).finish(60.0)
 
     def log(self) -> list[str]:
         path = self.stage.folder / "hooks.log"
@@ -126,7 +126,7 @@ async def test_a_hook_has_the_event_its_service_and_the_run_in_its_environment(r
     hooks = run.hooks(run.hook(PRINTS_ENVIRONMENT, os.getsid(0)))
     failed = service(why="exit code 3; last lines:\n  bo\0om")
     hooks.fire(HookEvent.FAILED, service=failed, status=status(failed))
-    await hooks.finish(20.0)
+    await hooks.finish(60.0)
     environment = json.loads(run.output()[0])
     assert environment == {
         "cwd": str(run.stage.folder / "profile"),
@@ -150,7 +150,7 @@ async def test_a_hook_on_the_end_of_a_run_has_the_services_that_failed(run: Hook
     hooks = run.hooks(run.hook(PRINTS_ENVIRONMENT, 0))
     services = (service("a"), service("b", state=ServiceState.STOPPED, why="stopped by request"))
     hooks.fire(HookEvent.FAILED, service=None, status=status(*services, state=RunState.FAILED))
-    await hooks.finish(20.0)
+    await hooks.finish(60.0)
     environment = json.loads(run.output()[0])
     names = ("SERVICE", "ATTEMPT", "STATE", "WHY", "EXIT_CODE")
     assert [environment[f"GRPO_TUI_HOOK_{name}"] for name in names] == ["", "", "failed", "a: exit code 3", ""]
@@ -161,7 +161,7 @@ async def test_every_hook_run_begins_in_the_log_with_its_event_service_time_and_
     hooks = run.start(
         run.hook("import sys; print('out', flush=True); print('err', file=sys.stderr)"), of=[service(), None]
     )
-    await hooks.finish(20.0)
+    await hooks.finish(60.0)
     first = run.log()
     assert first[:2] == ["half a line", "=== hook run 1: failed · trainer (attempt 2)"]
     assert first[2].startswith("=== attempt 1 · 20")
@@ -180,7 +180,7 @@ async def test_only_the_hooks_on_this_event_of_this_service_run(run: HookRun) ->
         says("ready", HookEvent.READY),
     )
     hooks.fire(HookEvent.FAILED, service=service(), status=status())
-    await hooks.finish(20.0)
+    await hooks.finish(60.0)
     assert sorted(run.output()) == ["any", "trainer"]
     assert list((run.stage.folder / KEEPERS).iterdir()) == []
     await run.run(says("not of a service", HookEvent.FAILED, "trainer"), of=None)
@@ -192,7 +192,7 @@ async def test_a_hook_runs_once_at_a_time_in_the_order_of_the_events(run: HookRu
     await until(lambda: run.is_up("a"))
     for name in ("c", "b", "a"):
         run.release(name)
-    await hooks.finish(20.0)
+    await hooks.finish(60.0)
     assert run.output() == ["a begins", "a ends", "b begins", "b ends", "c begins", "c ends"]
 
 
@@ -203,7 +203,7 @@ async def test_different_hooks_run_side_by_side(run: HookRun) -> None:
     hooks = run.start(waiting("first"), waiting("second"), of=[service("a")])
     await until(lambda: sorted(run.output()) == ["a first", "a second"])
     run.release("a")
-    await hooks.finish(20.0)
+    await hooks.finish(60.0)
     assert run.notices == []
 
 
@@ -288,7 +288,7 @@ async def test_a_hook_is_not_a_process_of_a_service(run: HookRun) -> None:
     assert processes_of_run(run.stage.run, "a") == []
     assert len(processes_of_run(run.stage.run)) == 2  # the hook and its keeper
     run.release("a")
-    await hooks.finish(20.0)
+    await hooks.finish(60.0)
 
 
 @pytest.mark.slow
@@ -310,7 +310,7 @@ async def test_the_next_supervisor_continues_the_numbers_of_hook_runs(run: HookR
     hooks = run.start(run.hook(WAITS, run.stage.folder), of=[service("a")])
     await until(lambda: run.is_up("a"))
     later = run.start(run.hook("print('next')"), of=[None])
-    await later.finish(20.0)
+    await later.finish(60.0)
     assert "=== hook run 2: failed · the run" in run.log()
     run.release("a")
-    await hooks.finish(20.0)
+    await hooks.finish(60.0)

@@ -251,7 +251,7 @@ def test_plain_functions_are_called_one_at_a_time_unless_threads_are_given(write
     code = """
         import threading
         both = threading.Barrier(2)
-        def score(completion): return both.wait(10) >= 0
+        def score(completion): return both.wait(60) >= 0
     """
     assert scored(own(write(code), threads=2), "a", "b") == [1.0, 1.0]
     alone = """

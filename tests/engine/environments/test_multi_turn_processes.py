@@ -20,7 +20,7 @@ from grpo_engine.models.tiny_tokenizer import CONTEXT_TOKENS, END_ID
 pytestmark = [
     pytest.mark.extended("test_environments_mafia.py and test_multi_turn_training.py, in one process"),
     pytest.mark.slow,
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(300),
 ]
 GROUP_SIZE, NUM_SEATS, STEPS = 4, 5, 3
 

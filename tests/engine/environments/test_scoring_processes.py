@@ -124,8 +124,8 @@ def test_nothing_is_left_of_a_reward_that_never_returns(tmp_path: Path, how: str
         children = psutil.Process(process.pid).children()
         if how == "is killed":
             process.send_signal(signal.SIGKILL)
-        said, _ = process.communicate("end\n", timeout=30)
-    _, alive = psutil.wait_procs(children, timeout=30)
+        said, _ = process.communicate("end\n", timeout=120)
+    _, alive = psutil.wait_procs(children, timeout=120)
     assert len(children) >= 2
     assert not alive
     assert said == ("hangs\n" if how == "ends" else "")

@@ -74,7 +74,7 @@ def wait(requests: StatusRequests, env_id: int) -> asyncio.Task[EnvironmentStatu
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - of tasks that the test does not own
             await asyncio.sleep(0.001)
 

@@ -30,7 +30,7 @@ def api_process(
     api = ApiProcess(database.parent, *flags, store=database, is_forked=is_forked)
     try:
         api.wait_until_ready()
-        with api.client(timeout=10) as client:
+        with api.client() as client:
             yield api.process, client
     finally:
         api.kill()

@@ -235,7 +235,7 @@ def test_a_client_that_disconnects_frees_its_rows(server: RunningServer) -> None
             for task in disconnected:
                 task.cancel()
             await asyncio.gather(*disconnected, return_exceptions=True)
-            async with asyncio.timeout(20):  # thirty such batches take minutes
+            async with asyncio.timeout(60):  # thirty such batches take minutes
                 return (await client.post("/generate", json={"prompt": "a", "max_tokens": 2})).status_code
 
     assert asyncio.run(disconnect_and_ask_again()) == 200

@@ -119,6 +119,6 @@ def test_a_killed_engine_core_fails_waiting_requests_and_ends_the_server(server:
         core.kill()
         answer = asking.result()
     assert (answer.status_code, "engine has exited" in answer.json()["detail"]) == (503, True)
-    assert server.process.wait(30) == 1
+    assert server.process.wait(60) == 1
     wait_gone(below, within_s=60)
     assert "engine has exited" in server.log.read_text(errors="replace")
