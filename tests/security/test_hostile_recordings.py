@@ -105,10 +105,10 @@ def test_settings_that_take_endless_to_simulate_are_refused_in_time(
     monkeypatch.setattr(simulated, "FITTED_WITHIN_S", 0.3)
     services = {name: {**service, **changes.get(name, {})} for name, service in SERVICES.items()}
     folder = recorded(tmp_path, services)
-    began = time.monotonic()
+    began = time.process_time()  # of this process: another one may have the cores
     with pytest.raises(ConfigError, match="its servers cannot be fitted within"):
         recorded_figures(folder)
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 def test_a_pipe_in_place_of_recorded_metrics_is_not_waited_for(tmp_path: Path) -> None:

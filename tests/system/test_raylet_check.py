@@ -53,10 +53,10 @@ async def test_a_raylet_that_is_stopped_does_not_answer_though_its_port_accepts_
 
 
 async def test_a_raylet_that_has_exited_does_not_answer(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    with pytest.raises(NoAnswer):
-        await cluster_at(port, tmp_path).check("id", timeout_s=10.0)
+    with socket.socket() as bound:  # and not listening: nobody else gets the port meanwhile
+        bound.bind(("127.0.0.1", 0))
+        with pytest.raises(NoAnswer):
+            await cluster_at(bound.getsockname()[1], tmp_path).check("id", timeout_s=10.0)
 
 
 def listed(node_id: str, host: str) -> dict[str, Any]:
