@@ -77,6 +77,7 @@ class OwnSource:
         num_steps: int,
         eval_every: int = 0,
         max_staleness: int | None = None,
+        is_served: bool = False,
         wandb_group: str = "",
         wandb_project: str = "",
         stop: Callable[[], bool] = never,

@@ -28,6 +28,7 @@ class RolloutSource(Protocol):
         num_steps: int,
         eval_every: int = 0,
         max_staleness: int | None = None,
+        is_served: bool = False,
         wandb_group: str = "",
         wandb_project: str = "",
         stop: Callable[[], bool] = never,
@@ -37,6 +38,7 @@ class RolloutSource(Protocol):
         Args:
             batch_size: sequences in each batch.
             max_token_len: longest sequence.
+            is_served: inference has the weights of the first step, and may sample before a batch is asked for.
             stop: ends a wait.
 
         Raises:

@@ -162,6 +162,7 @@ class RolloutApiSource:
         num_steps: int,
         eval_every: int = 0,
         max_staleness: int | None = None,
+        is_served: bool = False,
         wandb_group: str = "",
         wandb_project: str = "",
         stop: Callable[[], bool] = never,
@@ -183,6 +184,7 @@ class RolloutApiSource:
             num_steps=num_steps,
             eval_every=eval_every,
             max_staleness=max_staleness,
+            is_served=is_served,
         )
         self.wait_until_reachable(stop=stop)
 

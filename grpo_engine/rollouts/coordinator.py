@@ -127,6 +127,8 @@ class Coordinator:
     async def register(self, request: RegisterRequest, uuid: int) -> Registered:
         """Begin or continue a run; `uuid` identifies this registration."""
         registered = self.state.register(request, uuid)
+        if request.is_served:
+            self.state.trainer_seen = self.now()
         run = self.state.run
         assert run is not None
         await self._write(

@@ -94,6 +94,7 @@ def train(
         num_steps=config.training_steps,
         eval_every=config.eval_every if step < config.training_steps else 0,
         max_staleness=config.max_staleness,
+        is_served=not is_rehearsed,  # environments sample during the rehearsal; one that goes on repeats steps first
         stop=stop,
     )
     evaluator = Evaluator(config, source, stop=stop, meanwhile=bridge.poll_server)
@@ -103,6 +104,8 @@ def train(
     writer = CheckpointWriter(trainee, journal, save_path, saved_step=step, settings=settings, reporter=reporter)
     try:
         if not is_rehearsed:  # while groups are sampled for the first step
+            with reporter.waiting_for(WaitsFor.UPDATE):
+                bridge.prepare_step()  # as before every step: the server may have exited since it was attached to
             with reporter.waiting_for(WaitsFor.REHEARSAL):
                 rehearse_step(trainee)
         if start.recorded_through == 0:

@@ -71,10 +71,12 @@ class RegisterRequest(Message):
     num_steps: Whole
     eval_every: Whole = Field(0, ge=0)
     """Steps between the evaluations that it orders, the last one after its last step; 0: none. Stock trainers send
-    neither this key nor the next."""
+    none of the keys from this one on."""
     max_staleness: Whole | None = Field(None, ge=0)
     """Environments may sample this many batches ahead, and groups whose oldest token is more than this many policy
     versions old are dropped."""
+    is_served: bool = False
+    """Whether inference has the weights of its first step: environments begin now, not at its request for a batch."""
 
 
 class RegisterResponse(Message):

@@ -143,7 +143,7 @@ class ApiState:
         self.ahead.interrupted()
         self._asked_since = None
         if before is None:
-            self.run = RunRecord(request=request, uuid=uuid, step=request.starting_step)
+            self.run = self._new_run(request, uuid)
             return Registered(changes=f"first registration; {len(self.queue)} groups queued")
         # A trainer that was killed during its last batch asks for it again; one that ended has acknowledged it.
         has_open_batch = request.starting_step < request.num_steps and self.leases.has_explicit
@@ -151,10 +151,11 @@ class ApiState:
         goes_on = not before.is_over or has_open_batch or is_extended
         if before.request.checkpoint_dir == request.checkpoint_dir and goes_on:
             step = request.starting_step or before.step
-            self.run = replace(before, request=request, uuid=uuid, step=step, is_left=False)
+            has_started = before.has_started or request.is_served
+            self.run = replace(before, request=request, uuid=uuid, step=step, is_left=False, has_started=has_started)
             changed = [
                 f"{name} {old} → {new}"
-                for name, old in before.request.model_dump().items()
+                for name, old in before.request.model_dump(exclude={"is_served"}).items()
                 if (new := getattr(request, name)) != old
             ]
             changes = f"continues at step {step}; {len(self.queue)} groups kept"
@@ -162,9 +163,12 @@ class ApiState:
             return Registered(changes=changes, opened=self.leases.offer_all_again())
         dropped = (*self.leases.clear(), *(group.id for group in self._waiting()))
         self.queue, self.buffers = Queue(), {}
-        self.run = RunRecord(request=request, uuid=uuid, step=request.starting_step)
+        self.run = self._new_run(request, uuid)
         reason = "the earlier run is complete" if before.is_over else "another checkpoint_dir"
         return Registered(changes=f"new run ({reason}); {len(dropped)} groups dropped", dropped=dropped)
+
+    def _new_run(self, request: RegisterRequest, uuid: int) -> RunRecord:
+        return RunRecord(request=request, uuid=uuid, step=request.starting_step, has_started=request.is_served)
 
     def next_batch(
         self, *, client: str, ack: str | None, lease_id: str, now: float, policy_version: int | None = None
@@ -266,7 +270,8 @@ class ApiState:
     def register_environment(self, request: RegisterEnvironmentRequest, now: float) -> EnvironmentRecord | None:
         """Register an environment, or None while the trainer has not asked for a batch since this API started.
 
-        After a start of the whole stack, inference serves untrained weights until the trainer has published its own.
+        After a start of the whole stack, inference serves untrained weights until the trainer has published its own,
+        which its registration may say.
         """
         if self.run is None or not self.run.has_started or self.trainer_seen is None:
             return None

@@ -102,6 +102,21 @@ async def test_environments_wait_until_the_trainer_has_asked_for_a_batch() -> No
         assert (second["env_id"], second["wandb_name"]) == (1, "sums_1")
 
 
+async def test_environments_begin_at_a_registration_that_says_that_the_policy_is_served(tmp_path: Path) -> None:
+    """While a trainer rehearsed its first step, they waited for its first request."""
+    store, served = tmp_path / "rollouts.sqlite", {**REGISTRATION, "is_served": True}
+    async with api_client(store) as api:
+        await api.post("/register", json=served)
+        assert await join(api) == 0
+    async with api_client(store) as api:
+        assert (await api.post("/register-env", json=ENVIRONMENT)).json()["status"] == "wait for trainer to start"
+        again = await api.post("/register", json=REGISTRATION)
+        assert again.json()["changes"] == "continues at step 0; 0 groups kept; changed: nothing"
+        assert (await api.post("/register-env", json=ENVIRONMENT)).json()["status"] == "wait for trainer to start"
+        await api.post("/register", json=served)
+        assert await join(api) == 1
+
+
 async def test_a_resumed_run_gets_more_steps_and_admits_environments_once_its_trainer_asks(tmp_path: Path) -> None:
     """After a start of the whole stack, inference has untrained weights until the trainer publishes its own."""
     store, ended = tmp_path / "rollouts.sqlite", {**REGISTRATION, "num_steps": 1}
