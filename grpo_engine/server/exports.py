@@ -90,7 +90,7 @@ def need_no_checkpoint(path: Path, owner: Owner, fingerprint: str) -> bool:
         if is_server_alive(file) or file.fingerprint != fingerprint or not file.is_all_of_checkpoint:
             return False
         segments = segments_of_file(file)
-        if segments == {file.fence_segment}:
+        if segments == {file.fence_segment} or lock.is_expected():
             return lock.has_all() and lock.other_trainer(file.pid) is not None
         lock.check()
         return owner.run is not None and all(segment.startswith(owner.stem) for segment in segments)
@@ -153,16 +153,17 @@ def adopt(path: Path, owner: Owner, fingerprint: str) -> Adopted | None:
         unlink_segments(segments)
         return None
     if segments == {file.fence_segment}:
-        logger.info("%s: weights in GPU memory were freed with the server that held them; loading the model", path)
+        logger.info("%s: weights in GPU memory were freed with the server that held them", path)
         unlink_segments(segments)
         return None
     try:
         lock = WeightLock.attach(file.fence_segment)
-        lock.check()
+        if lock.check().is_writing and lock.is_expected():
+            raise BridgeError("a trainer was still to write them")
         manifests: Sequence[Mapping[str, SharedTensor]] = file.parts or [file.tensors]
         return Adopted(file=file, lock=lock, parts=[map_tensors(manifest) for manifest in manifests])
     except (BridgeError, HalfWritten) as error:
-        logger.warning("%s: %s; loading the model", path, error)
+        logger.warning("%s: %s; its weights are not adopted", path, error)
     unlink_segments(segments)
     return None
 

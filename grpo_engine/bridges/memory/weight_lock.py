@@ -142,17 +142,21 @@ class WeightLock:
 
     def clear_writer(self) -> None:
         """Allow another trainer to write: this process has finished."""
-        if self.writer() == ProcessIdentity.of_this_process() and not self.read().is_writing:
+        if self.writer() == ProcessIdentity.of_this_process() and (self.is_expected() or not self.read().is_writing):
             self._words[_PID_AT] = 0
 
     def expect(self, writer: ProcessIdentity | None) -> None:
         """Mark weights that nobody has read yet as half-written by the process that will write all of them.
 
         Args:
-            writer: None: it has exited since.
+            writer: None: it has exited since, or is not awaited any longer.
         """
         self._words[_PID_AT], self._words[_TICKS_AT] = (writer.pid, writer.start_ticks) if writer else (0, 0)
-        self._words[_EXPECTED_AT] = self._words[_SEQUENCE_AT] = 1
+        self._words[_ALL_AT] = self._words[_EXPECTED_AT] = self._words[_SEQUENCE_AT] = 1
+
+    def is_expected(self) -> bool:
+        """Whether nobody has begun to write since `expect`."""
+        return self._words[_EXPECTED_AT] == 1
 
     @contextmanager
     def writing(self, policy_version: int, *, has_all: bool = False) -> Iterator[None]:
@@ -168,8 +172,8 @@ class WeightLock:
         """
         me = ProcessIdentity.of_this_process()
         sequence, other = self._words[_SEQUENCE_AT], self.writer()
-        is_expected = other == me and self._words[_EXPECTED_AT] == 1
-        if sequence % 2 and other is not None and other.is_alive() and not is_expected:
+        is_by_another = not (other == me and self.is_expected())
+        if sequence % 2 and other is not None and other.is_alive() and is_by_another:
             raise BridgeError(
                 f"version {policy_version} cannot be written: process {other.pid} is writing another one; only one "
                 "trainer may write: stop the other one"

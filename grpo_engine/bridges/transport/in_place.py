@@ -199,8 +199,11 @@ class InPlaceBridge:
 
     def _reload_half_written(self, file: BridgeFile, lock: WeightLock) -> None:
         """Have the server reload its model if an earlier trainer exited during a write; one that does is waited for."""
+        lock.clear_writer()  # of an earlier training in this process, whose weights a server may still expect
         try:
-            while lock.check().is_writing:  # the server reads its files, since a trainer has exited that was to write
+            if lock.check().is_writing:
+                logger.info("Waiting until the server has read %s", file.model)
+            while lock.check().is_writing:  # since a trainer has exited that was to write
                 if self._context.is_stopping():
                     raise PeerUnavailable(f"{self._path}: not waiting for the server's weights: training is stopping")
                 time.sleep(_POLL_S)

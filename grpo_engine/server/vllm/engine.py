@@ -193,7 +193,8 @@ class VllmEngine:
         if self._is_closing.is_set():
             raise EngineUnavailable(_CLOSING)
         arguments = self._arguments
-        if reads_no_checkpoint(self._config, self._instance, self._environment):
+        has_draft = arguments.speculative_config is not None  # which no trainer writes
+        if not has_draft and reads_no_checkpoint(self._config, self._instance, self._environment):
             self._has_read_weights = False
             arguments = replace(arguments, load_format="dummy", model_loader_extra_config={})
             logger.info("The model's files are not read: its weights are in memory, or a trainer has newer ones")
@@ -308,10 +309,12 @@ class VllmEngine:
             if ending is not None and ending.done():
                 ending.result()
                 ending = None
-            if ending is not None or self._pause is None or self._generations.is_being_written():
+            if ending is not None or self._generations.is_being_written():
                 continue
-            if (why := self._pause.why_over(time.monotonic())) is not None:
+            why = self._pause.why_over(time.monotonic()) if self._pause is not None else None
+            if why is not None:
                 logger.warning("Resuming without a request: %s", why)
+            if why is not None or (self._pause is None and self._is_abandoned()):
                 # Not awaited here: a core that exits before it answers is reported by `errored` only.
                 ending = asyncio.create_task(self._end_late_pause(self._pause))
 
@@ -543,28 +546,43 @@ class VllmEngine:
             raise EngineUnavailable(DEAD)
         return self._llm
 
-    async def _read_checkpoint(self, llm: AsyncLLM, path: Path, policy_version: int) -> None:
+    async def _read_checkpoint(self, llm: AsyncLLM, path: Path, policy_version: int, *, is_first: bool = False) -> None:
         with self._generations.lock.writing(policy_version), self._generations.awaiting_core():
             if not self._has_read_weights:  # by its loader at the start it could not
                 loader = {name: getattr(self._arguments, name) for name in ("load_format", "model_loader_extra_config")}
                 await llm.collective_rpc("update_config", args=({"load_config": loader},))
             # In place, tensor by tensor: the GPU has no memory left for a second copy.
             await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+            if is_first:
+                expected = {name: list(shape) for name, shape in self._parameters.shapes.items()}
+                problems = await llm.collective_rpc(
+                    "grpo_check_read", args=(expected, self._parameters.aliases, str(path))
+                )
+                if problem := next(filter(None, problems), None):
+                    raise BridgeError(problem)
 
-    async def _read_if_abandoned(self, llm: AsyncLLM) -> None:
-        """Read the model's files after all, where the trainer has exited that was to write all weights.
+    def _is_abandoned(self) -> bool:
+        """Whether the weights are still none that were read, and nobody is left who was to write them.
 
-        A later update that was given up is for the next trainer: these weights would not be of the version before it.
+        Later ones that are half-written are not the model's files, as which they would be read: version 0.
         """
-        if self._generations.lock.read().update_count > 0:
-            return
+        if self._has_read_weights or self._generations.lock.read().policy_version > 0:
+            return False
         try:
             self._generations.lock.check()
-        except HalfWritten as error:
-            folder = checkpoint_folder(self._config.model_name)
-            assert folder is not None
-            logger.warning("%s; loading %s", error, folder)
-            await self._read_checkpoint(llm, folder, 0)
+        except HalfWritten:
+            return True
+        return False
+
+    async def _read_if_abandoned(self, llm: AsyncLLM) -> None:
+        """Read the model's files after all, where nobody is left who was to write all weights."""
+        if not self._is_abandoned():
+            return
+        folder = checkpoint_folder(self._config.model_name)
+        if folder is None:
+            raise ModelError(f"{self._config.model_name}: its files were removed; download it again")
+        logger.warning("No trainer has written the weights; loading %s", folder)
+        await self._read_checkpoint(llm, folder, 0, is_first=True)
 
     async def _asked_of_workers(self, llm: AsyncLLM, method: str, argument: Any) -> None:
         """Call a method that answers why it could not, or None.
@@ -585,10 +603,25 @@ class VllmEngine:
 
     async def _end_late_pause(self, pause: Pause | None) -> None:
         with suppress(EngineUnavailable):  # who watches it sees that, and may not wait for this task any more
-            if not self._has_read_weights:
-                async with self._changing:
-                    await self._read_if_abandoned(self._running())
-            await self._end_pause(pause)
+            if self._generations.lock.is_expected() or self._is_abandoned():
+                await self._read_late(self._running(), pause)
+            if pause is not None:
+                await self._end_pause(pause)
+
+    async def _read_late(self, llm: AsyncLLM, pause: Pause | None) -> None:
+        """Await the weights no longer, and read the model's files, unless another pause has begun: for their write."""
+        lock = self._generations.lock
+        async with self._changing:
+            if self._pause is not pause:
+                return
+            if lock.is_expected():
+                lock.expect(None)
+            try:
+                await self._generations.halt(llm)
+                await self._read_if_abandoned(llm)
+            finally:
+                if self._pause is None:
+                    await self._generations.go_on(llm)
 
     async def _end_pause(self, pause: Pause | None) -> None:
         if self._pause is not pause:  # another pause has begun

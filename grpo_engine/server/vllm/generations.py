@@ -254,9 +254,12 @@ class Generations:
             self._frozen_at = now
 
     def is_being_written(self) -> bool:
-        """Whether a living writer is in the middle of a write; requests could not continue then."""
+        """Whether a living writer is in the middle of a write; requests could not continue then.
+
+        One that is expected to write has not begun.
+        """
         try:
-            return self.lock.check().is_writing
+            return self.lock.check().is_writing and not self.lock.is_expected()
         except HalfWritten:
             return False
 

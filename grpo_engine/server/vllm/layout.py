@@ -91,17 +91,20 @@ def parts_under_hf_names(
     return {name: parts[name] for name in expected}
 
 
-def compare_with_checkpoint(parts: Mapping[str, Part], folder: Path) -> int:
+def compare_with_checkpoint(parts: Mapping[str, Part], folder: Path, *, has_all: bool = False) -> int:
     """Compare the first, middle and last row of every part with the checkpoint that was loaded.
 
     Detects what names and shapes do not show: a version of vLLM that reorders, transposes or scales a weight, or
     divides it among its processes in another way.
 
+    Args:
+        has_all: the checkpoint must have every tensor: vLLM keeps what it has where a reload finds none.
+
     Returns:
         How many tensors were compared.
 
     Raises:
-        BridgeError: one differs.
+        BridgeError: one differs, or is missing.
     """
     comparison = compare_with_stored(
         {name: part.memory for name, part in parts.items()},
@@ -112,6 +115,10 @@ def compare_with_checkpoint(parts: Mapping[str, Part], folder: Path) -> int:
         raise BridgeError(
             f"{comparison.first_difference}: this vLLM changes the weights of this architecture when it loads them, so "
             "they cannot be shared"
+        )
+    if has_all and comparison.num_compared < len(parts):
+        raise BridgeError(
+            f"{folder}: has only {comparison.num_compared} of the model's {len(parts)} tensors; is it complete?"
         )
     return comparison.num_compared
 

@@ -147,7 +147,9 @@ async def _exported(llm: AsyncLLM, parameters: Parameters, segment: str, folder:
         logger.warning(
             "Only %d of %d shared tensors could be compared with the checkpoint", num_compared, len(expected)
         )
-    is_all = all(answer["is_all_of_checkpoint"] for answer in answers)
+    # Else whether a later server has read all of them could not be told.
+    has_all_names = folder is None or num_compared == len(expected)
+    is_all = has_all_names and all(answer["is_all_of_checkpoint"] for answer in answers)
     if len(answers) > 1:
         parts = [
             {name: WeightPart.model_validate(entry) for name, entry in answer["tensors"].items()} for answer in answers

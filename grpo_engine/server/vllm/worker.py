@@ -119,6 +119,18 @@ class GrpoWorker:
             "is_all_of_checkpoint": not (self.vllm_config.speculative_config or has_stored_buffers(model)),
         }
 
+    def grpo_check_read(self, expected: dict[str, list[int]], aliases: dict[str, str], folder: str) -> str | None:
+        """Why the weights are not those of the checkpoint that was read, or None; arguments as for `grpo_share`."""
+        from grpo_engine.server.vllm.layout import compare_with_checkpoint, parts_under_hf_names
+
+        model, shapes = self.model_runner.get_model(), {name: tuple(shape) for name, shape in expected.items()}
+        try:
+            parts = parts_under_hf_names(model, shapes, aliases, rank=self._grpo_rank, num_ranks=self._grpo_num_ranks)
+            compare_with_checkpoint(parts, Path(folder), has_all=True)
+        except BridgeError as error:
+            return str(error)
+        return None
+
     def grpo_join(
         self, request: dict[str, Any], expected: dict[str, list[int]], aliases: dict[str, str], folder: str | None
     ) -> str | None:

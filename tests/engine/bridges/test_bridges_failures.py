@@ -126,6 +126,16 @@ def test_half_written_weights_are_never_served_and_reloaded_for_the_next_trainer
     assert_agreement(server.now, model, 1)
 
 
+def test_a_second_training_of_a_process_attaches_to_a_server_that_expects_the_weights_of_the_first(
+    server: Serving, bridge: Bridge
+) -> None:
+    """It waited for its own process."""
+    lock = WeightLock.attach(read_bridge_file(server.bridge_file).fence_segment)
+    lock.expect(ProcessIdentity.of_this_process())
+    lock.close()
+    assert_agreement(server.now, bridge.attach().model, 0)
+
+
 def test_a_trainer_attaches_once_the_server_has_read_the_files_that_it_reads_late(
     server: Serving, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from grpo_engine.bridges.memory.shared_tensors import (
 from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.errors import BridgeError
 from grpo_engine.processes import ProcessIdentity
-from grpo_engine.server.exports import Adopted, Owner, adopt, need_no_checkpoint
+from grpo_engine.server.exports import Adopted, Owner, adopt, need_no_checkpoint, take_over
 from grpo_engine.server.vllm.sharing import copy_adopted
 from grpo_engine.wire.bridge_file import BridgeFile, PosixHandle, SharedTensor
 
@@ -184,6 +184,26 @@ def test_a_server_reads_no_checkpoint_only_where_memory_or_a_running_trainer_has
         lock.expect(None)
         assert not needs_none(in_memory)
     finally:
+        unlink_segments([fence, weights])
+
+
+def test_weights_that_a_trainer_had_still_to_write_are_not_adopted_but_expected_again(tmp_path: Path) -> None:
+    """The next server waited for their write, and the trainer for that server."""
+    owner, path = Owner(instance="second", run=f"run-{os.getpid()}"), tmp_path / "bridge.json"
+    fence, weights = f"{owner.stem}first-fence", f"{owner.stem}first-weights"
+    lock = WeightLock.create(fence)
+    trainer = start_forked(write_and_wait, fence, True)
+    try:
+        tensors, _ = export_tensors({"a": torch.zeros(3)}, weights)
+        gone = {"pid": 1, "pid_start_ticks": 1, "model": "m", "instance": "first", "fingerprint": "f"}
+        file = {**gone, "fence_segment": fence, "tensors": tensors, "is_all_of_checkpoint": True}
+        path.write_text(BridgeFile.model_validate(file).model_dump_json())
+        until(lambda: lock.read().sequence == 2)
+        lock.expect(lock.writer())
+        assert need_no_checkpoint(path, owner, "f")
+        assert take_over(path, owner, "f") == (None, lock.writer())
+    finally:
+        trainer.kill()
         unlink_segments([fence, weights])
 
 

@@ -14,6 +14,7 @@ from workplace import until
 
 from grpo_engine.bridges.memory.weight_lock import PAGE_BYTES, SHARED_MEMORY, WeightLock
 from grpo_engine.errors import BridgeError, HalfWritten
+from grpo_engine.processes import ProcessIdentity
 
 
 @pytest.fixture
@@ -141,3 +142,17 @@ def test_weights_that_are_expected_from_a_trainer_are_half_written_until_it_writ
     with lock.writing(3):
         pass
     assert not lock.has_all()
+
+
+def test_a_process_can_say_that_it_will_not_write_what_is_expected_from_it(segment: str) -> None:
+    lock = WeightLock.create(segment)
+    lock.expect(ProcessIdentity.of_this_process())
+    assert lock.has_all()
+    assert lock.is_expected()
+    lock.clear_writer()
+    with pytest.raises(HalfWritten):
+        lock.check()
+    with lock.writing(1):
+        lock.clear_writer()
+        assert not lock.is_expected()
+        assert lock.check().is_writing

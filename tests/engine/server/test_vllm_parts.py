@@ -163,7 +163,9 @@ def test_weights_that_differ_from_the_checkpoint_in_value_are_refused(tmp_path: 
     save_file({"a": square, "b": torch.ones(3), "unknown": torch.ones(2)}, tmp_path / "model.safetensors")
     whole = {"a": Part(square), "b": Part(torch.ones(3)), "c": Part(torch.ones(1))}
     assert compare_with_checkpoint(whole, tmp_path) == 2
-    assert compare_with_checkpoint({"a": Part(square.bfloat16())}, tmp_path) == 1
+    with pytest.raises(BridgeError, match="has only 2 of the model's 3 tensors"):
+        compare_with_checkpoint(whole, tmp_path, has_all=True)
+    assert compare_with_checkpoint({"a": Part(square.bfloat16())}, tmp_path, has_all=True) == 1
     with pytest.raises(BridgeError, match="a: row"):
         compare_with_checkpoint({"a": Part(square.T.contiguous())}, tmp_path)
 

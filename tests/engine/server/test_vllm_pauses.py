@@ -6,7 +6,8 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,13 @@ from typing import Any
 import pytest
 from vllm_fakes import Letters, flat
 
+from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.errors import BridgeError, DataError, HalfWritten
+from grpo_engine.processes import ProcessIdentity
 from grpo_engine.server import prompts
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineStalled, EngineUnavailable, WeightsBusy
+from grpo_engine.server.pausing import Pause
 from grpo_engine.server.vllm import engine as vllm_engine
 from grpo_engine.server.vllm import generations
 from grpo_engine.server.vllm.engine import VllmEngine
@@ -28,6 +32,16 @@ from grpo_engine.wire.inference import GenerateRequest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of what vLLM imports
+
+LOADER = {"load_format": "auto", "model_loader_extra_config": {}}
+READ_LATE = [
+    "keep",
+    f"update_config ({{'load_config': {LOADER}}},)",
+    "reload_weights {'weights_path': 'm'}",
+    "grpo_check_read ({}, {}, 'm')",
+    "resume",
+]
+"""Commands to the core by which a server that has no weights reads the model `m`."""
 
 
 class Llm:
@@ -62,6 +76,10 @@ class Llm:
 
     async def resume_generation(self) -> None:
         await self.answer("resume")
+
+    async def collective_rpc(self, method: str, args: Any = (), kwargs: Any = None) -> list[None]:
+        await self.answer(f"{method} {args or kwargs}")
+        return [None]
 
     async def remove_lora(self, number: int) -> None:
         await self.answer(f"remove {number}")
@@ -162,6 +180,66 @@ async def test_a_core_that_exits_during_the_late_end_of_a_pause_is_no_error_of_t
     await engine._end_late_pause(engine._pause)
 
 
+@pytest.fixture
+async def unread(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+    """An engine that has read no weights, since it expects them from this process."""
+    monkeypatch.setattr(vllm_engine, "_POLL_S", 0)
+    monkeypatch.setattr(vllm_engine, "checkpoint_folder", Path)
+    engine._has_read_weights = False
+    engine._arguments = SimpleNamespace(**LOADER)
+    engine._parameters = SimpleNamespace(shapes={}, aliases={})
+    engine._generations.lock.expect(ProcessIdentity.of_this_process())
+    engine._pause = Pause.until_published(ProcessIdentity.of_this_process(), time.monotonic())
+    return engine
+
+
+@asynccontextmanager
+async def watched(engine: VllmEngine, llm: Llm) -> AsyncIterator[None]:
+    watch = asyncio.create_task(engine._watching(llm))
+    await turns()
+    yield
+    await turns()
+    assert not watch.done()
+    watch.cancel()
+
+
+async def test_weights_that_a_living_process_never_writes_are_read_at_the_time_limit_of_its_pause(
+    unread: VllmEngine, llm: Llm
+) -> None:
+    """A trainer may be stopped, or finished within a process that goes on."""
+    async with watched(unread, llm):
+        assert llm.calls == []
+        unread._pause = replace(unread._pause, until=0.0)
+    assert llm.calls == READ_LATE
+    assert unread._pause is None
+    assert unread._generations.lock.check().policy_version == 0
+    unread.check_health()
+
+
+async def test_no_file_is_read_over_the_weights_for_which_a_trainer_has_paused(unread: VllmEngine, llm: Llm) -> None:
+    late = unread._pause
+    await unread.pause(os.getpid(), 60)
+    await unread._end_late_pause(late)
+    assert llm.calls == ["keep"]
+    with unread._generations.lock.writing(4, has_all=True):
+        pass
+    await unread.resume(None)
+    assert unread._generations.lock.check().policy_version == 4
+
+
+async def test_weights_are_read_though_somebody_has_ended_the_pause_of_the_trainer_that_exits(
+    unread: VllmEngine, llm: Llm
+) -> None:
+    """They stayed half-written for good: only the end of the pause had them read."""
+    async with watched(unread, llm):
+        await unread.resume(None)
+        await turns()
+        assert llm.calls == ["resume"]
+        unread._generations.lock.expect(None)  # as if it had exited
+    assert llm.calls == ["resume", *READ_LATE]
+    unread.check_health()
+
+
 async def test_a_core_that_produces_nothing_is_stalled_until_its_next_output(engine: VllmEngine, llm: Llm) -> None:
     request = send_request(engine)
     await turns()
@@ -211,39 +289,29 @@ async def test_a_pause_outlasts_its_limit_while_its_owner_writes(
         watch.cancel()
 
 
-@pytest.mark.parametrize("num_updates", [0, 1])
+@pytest.mark.parametrize("written", ["nowhere", "here", "into the memory that was adopted"])
 async def test_files_are_read_for_a_trainer_that_exits_before_its_first_write_and_never_in_place_of_a_later_version(
-    engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_updates: int
+    unread: VllmEngine, llm: Llm, written: str
 ) -> None:
-    async def called(method: str, args: Any = (), kwargs: Any = None) -> list[None]:
-        llm.calls.append(f"{method} {args}{kwargs}")
-        return [None]
-
-    monkeypatch.setattr(llm, "collective_rpc", called, raising=False)
-    monkeypatch.setattr(vllm_engine, "checkpoint_folder", lambda _: tmp_path)
-    engine._has_read_weights = False
-    engine._arguments = SimpleNamespace(load_format="auto", model_loader_extra_config={})
-    lock = engine._generations.lock
-    for _ in range(num_updates):
+    """They were served as the version before: base weights with the number of trained ones."""
+    if written != "nowhere":
+        unread._generations.lock = WeightLock.private(policy_version=50 if written != "here" else 0)
+    lock = unread._generations.lock
+    if written == "here":
         with lock.writing(50):
             pass
-    await engine.pause(os.getpid(), 60)
+    await unread.pause(os.getpid(), 60)
     with suppress(RuntimeError), lock.writing(51):
         raise RuntimeError("the trainer exits")
     llm.calls.clear()
-    await engine._end_late_pause(engine._pause)
-    if num_updates:
+    await unread._end_late_pause(unread._pause)
+    if written != "nowhere":
         with pytest.raises(HalfWritten, match="after version 50"):
-            engine.check_health()
+            unread.check_health()
         assert llm.calls == ["abort", "resume"]
     else:
-        engine.check_health()
-        loader = {"load_config": {"load_format": "auto", "model_loader_extra_config": {}}}
-        assert llm.calls == [
-            f"update_config ({loader},)None",
-            f"reload_weights (){{'weights_path': '{tmp_path}'}}",
-            "resume",
-        ]
+        unread.check_health()
+        assert llm.calls == READ_LATE
         assert lock.read().policy_version == 0
 
 
