@@ -21,6 +21,8 @@ class ClusterOfAgents:
     lost: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
     """Never answer."""
+    num_unanswered: int = 0
+    """So many more questions that follow a service are not answered: as where an actor is killed meanwhile."""
     unchecked: set[str] = field(default_factory=set)
     """Agents answer, and the cluster's own process does not."""
     dying: set[str] = field(default_factory=set)
@@ -59,6 +61,9 @@ class ClusterOfAgents:
         """Ask the agent, which is made at the first request."""
         if node_id in self.lost:
             raise MachineLost(f"{node_id} is lost")
+        if self.num_unanswered and b'"follow"' in request:
+            self.num_unanswered -= 1
+            raise NoAnswer(f"{node_id}: its actor has died")
         if node_id in self.silent:
             await asyncio.Event().wait()
         if node_id not in self.agents:

@@ -163,8 +163,8 @@ class PlacedAttempt:
         """
         if self._launch.beside:
             return await self._begin_beside()
-        followed = await asyncio.gather(*(self._follow(part, 0.0) for part in self._parts))
-        missing = [part for part, each in zip(self._parts, followed, strict=True) if not each.is_known]
+        are_known = await asyncio.gather(*(self._is_known(part) for part in self._parts))
+        missing = [part for part, is_known in zip(self._parts, are_known, strict=True) if not is_known]
         if not missing:
             return
         if self._request.num_copied:
@@ -183,10 +183,24 @@ class PlacedAttempt:
             GrpoError: it cannot be started, or was lost while it was not followed.
         """
         first = self._parts[0]
-        if not (await self._follow(first, 0.0)).is_known:
+        if not await self._is_known(first):
             if first.num_copied:
                 raise MachineLost(f"{first.held.node.name} has lost {self._launch.name}")
             await self._start(first, None)
+
+    async def _is_known(self, part: Part) -> bool:
+        """Whether its machine has the attempt; asked until it answers, since an actor may be killed as a broker begins.
+
+        Raises:
+            MachineLost: it is lost.
+        """
+        while True:
+            try:
+                return (await self._follow(part, 0.0)).is_known
+            except NoAnswer as error:
+                if part.held.state == "lost":
+                    raise MachineLost(str(error)) from None
+                await asyncio.sleep(FOLLOW_S)
 
     def add(self, part: Part) -> None:
         """Begin a part where a service was placed that this one follows."""
