@@ -197,6 +197,9 @@ class PlacedAttempt:
         while True:
             try:
                 return (await self._follow(part, 0.0)).is_known
+            except MachineLost:
+                self._agents.lose(part.held)  # before the service starts again, elsewhere
+                raise
             except NoAnswer as error:
                 if part.held.state == "lost":
                     raise MachineLost(str(error)) from None
