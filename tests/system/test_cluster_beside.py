@@ -20,9 +20,9 @@ from grpo_tui.services.base import Launch
 from grpo_tui.supervisor.keeper.proc import identify
 from grpo_tui.supervisor.placement import wire
 
+# In one piece: a line of another part between the two would be taken for what a test waits past.
 BESIDE = (
-    "import os, sys, signal; print('part', *sys.argv[2:], flush=True); print('pid', os.getpid(), flush=True); "
-    "signal.pause()"
+    "import os, sys, signal; print('part', *sys.argv[2:], end=f'\\npid {os.getpid()}\\n', flush=True); signal.pause()"
 )
 
 
