@@ -146,7 +146,7 @@ class WeightLock:
             self._words[_PID_AT] = 0
 
     def expect(self, writer: ProcessIdentity | None) -> None:
-        """Mark weights that nobody has read yet as half-written by the process that will write all of them.
+        """Mark memory that holds no weights yet as half-written, until `writer` has written all of them.
 
         Args:
             writer: None: it has exited since, or is not awaited any longer.
@@ -155,7 +155,7 @@ class WeightLock:
         self._words[_ALL_AT] = self._words[_EXPECTED_AT] = self._words[_SEQUENCE_AT] = 1
 
     def is_expected(self) -> bool:
-        """Whether nobody has begun to write since `expect`."""
+        """Whether `expect` was called, and no write has begun since."""
         return self._words[_EXPECTED_AT] == 1
 
     @contextmanager

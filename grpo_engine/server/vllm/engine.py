@@ -562,9 +562,9 @@ class VllmEngine:
                     raise BridgeError(problem)
 
     def _is_abandoned(self) -> bool:
-        """Whether the weights are still none that were read, and nobody is left who was to write them.
+        """Whether there are no weights yet, neither read nor written, and the trainer that was to write them has gone.
 
-        Later ones that are half-written are not the model's files, as which they would be read: version 0.
+        Half-written weights of a later version are left to the next trainer: the model's files are version 0.
         """
         if self._has_read_weights or self._generations.lock.read().policy_version > 0:
             return False
