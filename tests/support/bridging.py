@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from training import ListedSource, settings
 
 from grpo_engine.bridges import BY_MODE, ON_SHARED_MEMORY, AnyBridge, Bridge, BridgeContext
 from grpo_engine.bridges.memory.shared_tensors import SEGMENT_PREFIX
+from grpo_engine.bridges.memory.weight_lock import WeightLock
 from grpo_engine.models.config import LoraSettings
 from grpo_engine.train.config import TrainConfig
 from grpo_engine.train.loop import train
@@ -171,3 +173,10 @@ def cuda_handle(name: str = "", *, device_index: int = 0, num_bytes: int = 4, of
         event_sync_required=True,
         tensor_storage_offset=offset,
     )
+
+
+def write_and_wait(segment: str, version: int, has_all: bool) -> None:
+    """A trainer that has written once, and lives until it is killed."""
+    with WeightLock.attach(segment).writing(version, has_all=has_all):
+        pass
+    time.sleep(600)

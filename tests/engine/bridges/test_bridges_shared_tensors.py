@@ -6,14 +6,13 @@ import asyncio
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bridging import cuda_handle
+from bridging import cuda_handle, write_and_wait
 from forked import start_forked
 from workplace import until
 
@@ -168,7 +167,7 @@ def test_a_server_reads_no_checkpoint_only_where_memory_or_a_running_trainer_has
         assert not needs_none(in_memory, by=Owner(instance="second", run="another"))
         assert not needs_none(in_memory, by=Owner(instance="second", run=None))
         assert not needs_none(on_gpu)
-        trainer = start_forked(write_and_wait, fence, True)
+        trainer = start_forked(write_and_wait, fence, 1, True)
         until(lambda: lock.read().sequence == 2)
         assert needs_none(on_gpu)
         assert needs_none(on_gpu, by=Owner(instance="second", run=None))
@@ -176,7 +175,7 @@ def test_a_server_reads_no_checkpoint_only_where_memory_or_a_running_trainer_has
         trainer.kill()
         trainer.join()
         assert not needs_none(on_gpu)
-        trainer = start_forked(write_and_wait, fence, False)
+        trainer = start_forked(write_and_wait, fence, 1, False)
         until(lambda: lock.read().sequence == 4)
         assert not needs_none(on_gpu)
         trainer.kill()
@@ -192,7 +191,7 @@ def test_weights_that_a_trainer_had_still_to_write_are_not_adopted_but_expected_
     owner, path = Owner(instance="second", run=f"run-{os.getpid()}"), tmp_path / "bridge.json"
     fence, weights = f"{owner.stem}first-fence", f"{owner.stem}first-weights"
     lock = WeightLock.create(fence)
-    trainer = start_forked(write_and_wait, fence, True)
+    trainer = start_forked(write_and_wait, fence, 1, True)
     try:
         tensors, _ = export_tensors({"a": torch.zeros(3)}, weights)
         gone = {"pid": 1, "pid_start_ticks": 1, "model": "m", "instance": "first", "fingerprint": "f"}
@@ -205,12 +204,6 @@ def test_weights_that_a_trainer_had_still_to_write_are_not_adopted_but_expected_
     finally:
         trainer.kill()
         unlink_segments([fence, weights])
-
-
-def write_and_wait(segment: str, has_all: bool) -> None:
-    with WeightLock.attach(segment).writing(1, has_all=has_all):
-        pass
-    time.sleep(600)
 
 
 def test_missing_space_is_an_error_and_leaves_no_file(segment: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from bridging import write_and_wait
 from forked import start_forked
 from serving import free_port, save_tiny_model, shift
 from vllm_serving import (
@@ -82,12 +82,6 @@ def test_a_server_adopts_the_weights_of_a_killed_one_and_removes_its_files(
         unlink_segments(name for name in segments_now() if name.startswith(f"{SEGMENT_PREFIX}{run}-"))
 
 
-def write_and_wait(segment: str) -> None:
-    with WeightLock.attach(segment).writing(50, has_all=True):
-        pass
-    time.sleep(600)
-
-
 def test_a_server_that_read_no_file_reads_them_once_its_trainer_has_exited_without_a_publish(tmp_path: Path) -> None:
     model_folder = save_tiny_model(tmp_path / "model", seed=5)
     run = f"{RUN}abandoned"
@@ -95,7 +89,7 @@ def test_a_server_that_read_no_file_reads_them_once_its_trainer_has_exited_witho
     trainer = None
     try:
         with serving_vllm(model_folder, tmp_path, *FLAGS, **settings) as killed:
-            trainer = start_forked(write_and_wait, read_bridge_file(killed.bridge_file).fence_segment)
+            trainer = start_forked(write_and_wait, read_bridge_file(killed.bridge_file).fence_segment, 50, True)
             lock = WeightLock.attach(read_bridge_file(killed.bridge_file).fence_segment)
             until(lambda: lock.read().sequence == 2)
             lock.close()
