@@ -5,6 +5,7 @@ Written by `grpo_tui.supervisor`; read by the command line, the screen, and scri
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from grpo_engine.errors import PeerError
 from grpo_engine.wire.codec import Message, Time, Whole, first_fault, shortened
-from grpo_engine.wire.run_folder import SETTINGS_FILE
+from grpo_engine.wire.run_folder import CHECKPOINTS, SETTINGS_FILE, checkpoint_steps
 
 PROTOCOL_VERSION = 1
 MAX_SERVICES = 4096
@@ -88,6 +89,16 @@ def how_to_go_on(run_folder: Path) -> str:
     if (run_folder / SETTINGS_FILE).exists():
         return f"`grpo-tui resume {run_folder.name}` goes on with it"
     return "`grpo-tui up` starts another"
+
+
+def what_comes_next(run_folder: Path) -> str:
+    """For people, about a run that has finished: the commands that go on with what it has trained."""
+    run, export = run_folder.name, ""
+    with suppress(OSError):
+        if checkpoint_steps(run_folder / CHECKPOINTS):
+            export = f", `grpo-tui export {run} FOLDER` writes its newest checkpoint for transformers and vLLM"
+    further = f"`grpo-tui resume {run} --steps +100` trains on"
+    return f"`grpo-tui compare {run} RUN` puts it beside another run, {further}{export}"
 
 
 class ResourceHolder(Message):

@@ -19,7 +19,7 @@ from grpo_engine.wire.supervisor import RunState, RunStatus, how_to_go_on
 from grpo_tui.cli.arguments import JsonOption, RunArgument, note_unsupervised, run_to_read
 from grpo_tui.cli.printing import indented, one_line, table, warning_text, write_line
 from grpo_tui.client.api import Run, run_status
-from grpo_tui.client.local import age_words, duration_words, runs_and_left_out, stored_status
+from grpo_tui.client.local import NO_RUN_HERE, age_words, duration_words, runs_and_left_out, stored_status
 from grpo_tui.paths import name_of_run
 from grpo_tui.view.machines import gpu_words, machine_rows, memory_words, ready_words, state_words
 from grpo_tui.view.progress import read_progress
@@ -83,6 +83,8 @@ def ps_command(
         index < len(lines[0]) - len(HELD) or any(line[index] for line in lines[1:]) for index in range(len(lines[0]))
     ]
     write_line(table([tuple(compress(line, has_column)) for line in lines]))
+    if not found and not left_out:
+        write_line(NO_RUN_HERE, to_stderr=True)
     for start in waiting_starts():
         wanted = [*(f"port {port}" for port in start.ports), *(f"GPU {gpu}" for gpu in start.gpus)]
         waited = f"{age_words(start.since, None)} in the queue"

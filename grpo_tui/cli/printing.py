@@ -35,6 +35,9 @@ def write_line(text: object, *, to_stderr: bool = False, flush: bool = False) ->
     """Print text to stdout, which is data, or to stderr, which is messages; without control characters."""
     from grpo_engine.wire.terminal_text import printable  # here: a command starts the supervisor before it imports
 
+    if to_stderr:
+        with suppress(OSError, ValueError):  # the last flush reports it
+            sys.stdout.flush()  # in a file or pipe that both go to, a note follows the table that it is about
     print(printable(str(text), keep="\n\t"), file=sys.stderr if to_stderr else sys.stdout, flush=flush)
 
 

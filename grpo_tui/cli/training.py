@@ -15,8 +15,8 @@ from pathlib import Path
 
 from grpo_engine.diagnosis.evidence import RunSettings
 from grpo_engine.wire.metrics import MetricsLine
-from grpo_engine.wire.run_folder import CHECKPOINTS, METRICS_FILE, checkpoint_steps
-from grpo_engine.wire.supervisor import Bye, Event, RunState, RunStatus, Snapshot, Warning
+from grpo_engine.wire.run_folder import METRICS_FILE
+from grpo_engine.wire.supervisor import Bye, Event, RunState, RunStatus, Snapshot, Warning, what_comes_next
 from grpo_tui.cli.printing import warning_text
 from grpo_tui.run_files.metrics import MetricsChunk, MetricsTail
 from grpo_tui.run_files.timeline import after_event
@@ -97,13 +97,7 @@ class Training:
         yield self._progress(is_live=False)
         if self.status.state is not RunState.FINISHED:  # its last notice is the command that resumes it
             return
-        run = run_folder.name
-        export = ""
-        with suppress(OSError):
-            if checkpoint_steps(run_folder / CHECKPOINTS):
-                export = f", `grpo-tui export {run} FOLDER` writes its newest checkpoint for transformers and vLLM"
-        further = f"`grpo-tui resume {run} --steps +100` trains on"
-        yield f"`grpo-tui compare {run} RUN` puts it beside another run, {further}{export}"
+        yield what_comes_next(run_folder)
 
     @property
     def _last(self) -> MetricsLine | None:

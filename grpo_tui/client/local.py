@@ -50,6 +50,7 @@ MAX_FILES = 16_384
 """In a run folder, or of its keepers: to look at each of a million takes a minute."""
 MOST_NAMED = 8
 """Of the runs that a word may mean."""
+NO_RUN_HERE = "no run was started here; `grpo-tui --profile NAME` starts one, `grpo-tui` alone lists those of this host"
 MOVING = {ServiceState.STARTING, ServiceState.READY, ServiceState.UNHEALTHY, ServiceState.STOPPING}
 
 
@@ -270,7 +271,7 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
     live = [run for run in known if run.is_live]
     if live or (also_ended and known):
         return (live or known)[0]
-    hint = "no run was started here"
+    hint = NO_RUN_HERE
     if known:
         hint = f"the newest, {known[0].id}, has ended; {how_to_go_on(known[0].folder)}"
     elif left_out:

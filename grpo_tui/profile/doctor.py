@@ -96,7 +96,7 @@ def _python() -> Iterator[Finding]:
 def _gpus(machine: Machine) -> Iterator[Finding]:
     if not machine.gpus:
         text = machine.gpu_note or "no GPU"
-        yield Finding(id="gpu", severity="warning", text=text, hint="profiles ending in -cpu need none")
+        yield Finding(id="gpu", severity="warning", text=text, hint="the tiny-… profiles and smollm-cpu need none")
     for gpu in machine.gpus:
         text = f"{gpu.index}: {gpu.name}, {gpu.free_bytes / 1e9:.0f} of {gpu.total_bytes / 1e9:.0f} GB free"
         yield Finding(id="gpu", severity="ok", text=text)

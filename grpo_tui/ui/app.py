@@ -23,7 +23,7 @@ from textual.screen import Screen
 
 from grpo_engine.errors import GrpoError
 from grpo_engine.wire.run_folder import newest_crash_report
-from grpo_engine.wire.supervisor import RunState, ServiceState, ServiceStatus, how_to_go_on
+from grpo_engine.wire.supervisor import RunState, ServiceState, ServiceStatus, how_to_go_on, what_comes_next
 from grpo_engine.wire.terminal_text import printable
 from grpo_tui.exit_codes import TO_BOARD, ExitCode
 from grpo_tui.run_files.whole_file import read_whole
@@ -58,6 +58,7 @@ from grpo_tui.view.format import duration_text
 from grpo_tui.view.machine_selection import MachineFolded
 from grpo_tui.view.machines import machine_rows
 from grpo_tui.view.service_details import read_history
+from grpo_tui.view.service_rules import reason
 from grpo_tui.view.timeline import state as travel
 from grpo_tui.view.timeline.past import displayed
 
@@ -515,7 +516,8 @@ def open_screen(
         return TO_BOARD
     if app.return_code:
         return app.return_code
-    sys.stderr.write(printable(exit_message(app.state)) + "\n")
+    for text in filter(None, (exit_message(app.state), next_commands(app.state))):
+        sys.stderr.write(printable(text) + "\n")
     has_failed = app.state.status is not None and app.state.status.state is RunState.FAILED
     return ExitCode.FAILED if has_failed else ExitCode.OK
 
@@ -537,6 +539,13 @@ def exit_message(state: view.ViewState) -> str:
         lasted = f" after {duration_text(status.ended_at - status.started_at)}"
     step = f", step {state.history.last.step}" if state.history.last else ""
     failed = [service for service in status.services if service.state is ServiceState.FAILED]
-    causes = "".join(f"; {service.name}: {service.why or 'failed'}" for service in failed)
-    further = "" if status.state is RunState.FINISHED else f"; {how_to_go_on(state.run_folder)}"
-    return f"{state.run} {status.state}{lasted}{step}{causes}; its files are in {state.run_folder}{further}"
+    causes = "".join(f"; {service.name}: {reason(service) or 'failed'}" for service in failed)
+    return f"{state.run} {status.state}{lasted}{step}{causes}; its files are in {state.run_folder}"
+
+
+def next_commands(state: view.ViewState) -> str:
+    """The line after it, of a run that is over: the commands that go on with it, or with what it has trained."""
+    if state.status is None or not state.has_ended:
+        return ""
+    has_finished = state.status.state is RunState.FINISHED
+    return what_comes_next(state.run_folder) if has_finished else how_to_go_on(state.run_folder)

@@ -147,8 +147,13 @@ def _misaligned_from_the_start(measured: Measurements, now: float) -> Warning:
 def _drifted_apart(measured: Measurements, began: float, now: float) -> Warning:
     stale = measured.recent("rollout/staleness_mean")
     if stale is not None and stale >= 1:
-        cause = f"rollouts are {number_text(stale)} policy versions old"
+        cause = f"rollouts are {stale:.1f} policy versions old"
         hint = "train on fresher ones: --max-staleness 1, a lower --max-batches-offpolicy, or more inference"
+        if round(stale, 1) <= 1:
+            cause = "rollouts are one policy version old, and one step changes the policy by so much"
+            hint = (
+                "take smaller steps: a lower --lr, or more --warmup-steps; --max-staleness 0 trains on fresh ones only"
+            )
     else:
         cause = "new weights do not reach inference, or training moves too fast for it"
         hint = (

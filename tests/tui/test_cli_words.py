@@ -232,3 +232,18 @@ def test_output_is_not_written_to_a_pipe_that_another_user_has_put_there(tmp_pat
 def test_services_that_are_no_table_are_named_by_the_profile_whatever_is_overridden(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text("services = 3")
     assert own_overrides(str(tmp_path / "p.toml"), ["optimizer.lr=1"]) == ["optimizer.lr=1"]
+
+
+def test_a_note_on_stderr_follows_the_table_it_is_about_in_a_file_that_both_go_to(tmp_path: Path) -> None:
+    words = "from grpo_tui.cli.printing import write_line as w; w('table'); w('note', to_stderr=True); w('more')"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with (tmp_path / "both").open("wb") as both:
+        subprocess.run([sys.executable, "-c", words], stdout=both, stderr=both, env=buffered, check=True, timeout=60)
+    assert (tmp_path / "both").read_text() == "table\nnote\nmore\n"
+
+
+def test_in_a_folder_without_runs_ps_says_how_to_start_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(build_app(), ["ps"])
+    assert result.stdout.startswith("RUN ")
+    assert "`grpo-tui --profile NAME` starts one" in result.stderr

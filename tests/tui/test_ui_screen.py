@@ -26,9 +26,9 @@ from shown_screen import LARGE, SMALL, shown
 from textual.geometry import Region
 
 from grpo_engine.diagnosis.evidence import RunSettings
-from grpo_engine.wire.supervisor import Bye, Notice, ProbeOutcome, RunChanged, RunState, RunStatus, Snapshot
+from grpo_engine.wire.supervisor import Bye, Notice, ProbeOutcome, RunChanged, RunState, RunStatus, Snapshot, WaitsFor
 from grpo_tui.supervisor.keeper.proc import user_name
-from grpo_tui.ui.app import GrpoScreen, exit_message, title_of
+from grpo_tui.ui.app import GrpoScreen, exit_message, next_commands, title_of
 from grpo_tui.ui.keys import EVERYWHERE
 from grpo_tui.ui.palette import RunCommands
 from grpo_tui.ui.questions import about_stopping
@@ -117,6 +117,14 @@ def test_what_a_service_waits_for_has_room_in_80_columns_where_there_is_no_gpu()
     assert service_row(state, "trainer", 78).endswith("  waits for vllm          ")
 
 
+def test_a_trainer_that_rehearses_a_step_says_so_whole_in_80_columns_with_a_gpu() -> None:
+    rehearsing = service("trainer", waits_for=WaitsFor.REHEARSAL, gpu_memory_bytes=22 * GIB)
+    state = state_after(status=run_status(gpus=[gpu()], services=[service("api"), rehearsing]))
+    assert drawn(ServicesTable(), state, 78)[0].split()[-2:] == ["port", "health"]
+    assert service_row(state, "trainer", 78).endswith("  rehearsing a step")
+    assert service_row(state, "trainer", 118).rstrip().endswith("  rehearsing a step, kernels are compiled…")
+
+
 def test_memory_of_foreign_processes_without_a_user_is_that_of_others() -> None:
     _, legend = drawn(GpuPanel(), state_after(status=run_status(gpus=[gpu(other=12 * GIB)])))
     assert "others 12.0G" in legend
@@ -163,6 +171,18 @@ def test_the_reason_of_an_unhealthy_or_failed_service_is_the_first_line_of_its_e
     assert why in service_row(state, "vllm")
     assert service_row(state, "env").rstrip().endswith("exit code 3")
     assert "env failed: exit code 3" in drawn(WarningsBar(), state)[0]
+
+
+def test_a_warning_that_does_not_fit_with_its_hint_has_all_rows_for_its_text() -> None:
+    why = "exit code 2: grpo-engine env: task.functions: /home/ann/rewards.py:right failed: KeyError: 'contnt'"
+    state = state_after(status=run_status(services=[service("env", state="failed", why=why)]))
+    first, second = drawn(WarningsBar(), state, width=78, height=2)
+    assert first.startswith("✗ env failed: exit code 2: grpo-engine env: task.functions:")
+    assert "/home/ann/rewards.py:right failed: KeyError: 'contnt'" in second
+    assert second.rstrip().endswith("w: what to do")
+    (row,) = drawn(WarningsBar(), state, width=78, height=1)
+    assert row.startswith("✗ env failed: exit code 2: ")
+    assert row.rstrip().endswith("… w: what to do")
 
 
 def test_as_many_warnings_as_fit_are_shown_in_full() -> None:
@@ -461,6 +481,16 @@ def test_the_title_of_the_terminal_says_how_far_the_run_is_and_how_long_it_will_
     usual_s = steps[-1].time - steps[-2].time
     assert title_of(state) == f"30/90  {age_text(60 * usual_s)} left  run"
     assert title_of(state_after(status=run_status(state=RunState.FINISHED), steps=steps)) == "finished  30  run"
+
+
+def test_after_the_screen_a_failed_service_has_one_line_and_a_run_that_is_over_the_commands_that_come_next() -> None:
+    why = "exit code 3; last lines:\n  Traceback\n  RuntimeError: no data"
+    failed = run_status(state=RunState.FAILED, services=[service("env", state="failed", why=why)])
+    assert exit_message(state_after(status=failed)).endswith("; env: exit code 3; its files are in run")
+    assert next_commands(state_after(status=failed)) == "`grpo-tui up` starts another"
+    finished = state_after(status=run_status(state=RunState.FINISHED))
+    assert next_commands(finished).endswith("`grpo-tui resume run --steps +100` trains on")
+    assert next_commands(state_after()) == ""
 
 
 def test_detaching_from_a_live_run_says_how_to_reconnect() -> None:

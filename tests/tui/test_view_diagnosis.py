@@ -163,6 +163,24 @@ def test_a_first_step_in_which_both_sides_agree_is_no_disagreement_since_the_fir
     assert "drift apart: log-probs differed by 5.0e-07, now by 0.8" in warning.text
 
 
+@pytest.mark.parametrize(
+    ("versions", "cause", "flag"),
+    [
+        (1.0, "one step changes the policy by so much", "--lr"),
+        (3.0, "are 3.0 policy versions old", "--max-staleness 1"),
+    ],
+)
+def test_where_rollouts_that_are_one_version_old_drift_the_hint_is_smaller_steps(
+    versions: float, cause: str, flag: str
+) -> None:
+    agree = {"alignment__diff_abs_mean": 5e-7}
+    apart = {"alignment__diff_abs_mean": 0.8, "rollout__staleness_mean": versions}
+    warning, hint = only_warning([metrics_line(1, **agree), *(metrics_line(step, **apart) for step in range(2, 9))])
+    assert cause in warning.text
+    assert flag in hint
+    assert ("--max-staleness 1" in hint) == (versions > 1)
+
+
 FALLEN = {"reward__mean": 0.07}
 
 

@@ -24,6 +24,7 @@ from grpo_engine.environments.items.source import held_out_items
 from grpo_engine.environments.tasks import AnyTask, spell_out
 from grpo_engine.environments.tasks.base import Item
 from grpo_engine.environments.tasks.python import reward_functions
+from grpo_engine.environments.tasks.python.reading import check_attribute
 from grpo_engine.environments.tasks.python.reward_functions import RewardFailed
 from grpo_engine.environments.tasks.python.task import Python
 from grpo_engine.errors import ConfigError
@@ -104,6 +105,13 @@ def test_a_misspelt_module_is_named_with_the_nearest_file(tmp_path: Path, monkey
     (tmp_path / "my_rewards.py").touch()
     with pytest.raises(ConfigError, match=r"no module 'my_reward' \(did you mean 'my_rewards'\?\), neither in .* nor"):
         own("my_reward").check()
+
+
+def test_a_name_that_a_file_lacks_is_refused_with_the_path_once(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.py").write_text("def right(completion): return 1\n")
+    with pytest.raises(ConfigError) as refused:
+        check_attribute(str(file), "rihgt", [tmp_path], where="task.functions")
+    assert str(refused.value).startswith(f"task.functions: {file} has no 'rihgt' (did you mean 'right'?): ")
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def check_attribute(module: str, name: str, folders: Sequence[Path], *, where: s
             )
     names = set(_names(tree.body))
     if name not in names and "*" not in names:
-        raise ConfigError(f"{where}: {module} ({file}) has no {name!r}{did_you_mean(name, names)}: {remedy}")
+        raise ConfigError(f"{where}: {_named(module, file)} has no {name!r}{did_you_mean(name, names)}: {remedy}")
 
 
 def _hides_names(node: ast.AST) -> bool:
@@ -60,6 +60,11 @@ def _hides_names(node: ast.AST) -> bool:
         case ast.Attribute(value=ast.Name(id="sys"), attr=name):
             return name in _FIND_MODULES
     return False
+
+
+def _named(module: str, file: Path) -> str:
+    """A module with its file, where its name is not that of the file."""
+    return module if module == str(file) else f"{module} ({file})"
 
 
 def _listed(folders: Sequence[Path]) -> str:

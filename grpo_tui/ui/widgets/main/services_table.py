@@ -157,7 +157,13 @@ def _service_line(
         (" " + fit(column.text(service, state), column.width, right=True), column.style or quiet) for column in columns
     ]
     words, style = explanation(service, state)
-    return line(*cells, ("  " + fit(words, note_width), style))
+    return line(*cells, ("  " + fit(_whole_clause(words, note_width), note_width), style))
+
+
+def _whole_clause(words: str, width: int) -> str:
+    """The first clause alone where it just fits: an ellipsis would take the place of its last letter."""
+    clause, comma, _ = words.partition(", ")
+    return clause if comma and cell_len(clause) == width else words
 
 
 STATE_WIDTH = 16

@@ -7,7 +7,7 @@ from textual.style import Style
 
 from grpo_engine.wire.supervisor import Warning
 from grpo_tui.ui.glyphs import SEVERITY_GLYPHS, SEVERITY_STYLES
-from grpo_tui.ui.widgets.lines import Lines, line, spread, wrapped
+from grpo_tui.ui.widgets.lines import Lines, Styled, line, spread, wrapped
 from grpo_tui.view.state import ViewState
 
 INDENT = 2
@@ -49,8 +49,7 @@ class WarningsBar(Lines):
             spare -= len(told) - 1
         num_more = len(state.warnings) - len(shown)
         more = f" +{num_more} more, w: all" if num_more else " w: what to do"
-        last = shown[-1]
-        return [*rows, spread(width, _start(last), [(more, ".muted")])]
+        return [*rows, *_begun(shown[-1], width, 1 + spare, more)]
 
 
 def rows_wanted(state: ViewState, width: int) -> int:
@@ -60,19 +59,28 @@ def rows_wanted(state: ViewState, width: int) -> int:
 
 def full_text(warning: Warning, width: int) -> list[Content]:
     """The warning and its hint, wrapped at words."""
-    style = SEVERITY_STYLES[warning.severity]
-    sign = SEVERITY_GLYPHS[warning.severity]
     text = wrapped(warning.text, width - INDENT)
-    rows = [line((f"{sign} " if place == 0 else "  ", style), (row, style)) for place, row in enumerate(text)]
+    rows = [line(*_text_row(warning, place, row)) for place, row in enumerate(text)]
     hint = wrapped(warning.hint, width - INDENT - 2) if warning.hint else []
     rows += [line(("  → " if place == 0 else "    ", ".muted"), (row, ".muted")) for place, row in enumerate(hint)]
     return rows
 
 
-def _start(warning: Warning) -> list[str | tuple[str, str]]:
-    style = SEVERITY_STYLES[warning.severity]
-    return [(f"{SEVERITY_GLYPHS[warning.severity]} ", style), (warning.text, style)]
+def _begun(warning: Warning, width: int, height: int, more: str) -> list[Content]:
+    """Its text without the hint, in so many rows at most; the last row is cut, and ends with `more`."""
+    text = wrapped(warning.text, width - INDENT) or [""]
+    whole, rest = text[: height - 1], " ".join(text[height - 1 :])
+    if not rest:
+        rest = whole.pop()
+    rows = [line(*_text_row(warning, place, row)) for place, row in enumerate(whole)]
+    return [*rows, spread(width, _text_row(warning, len(whole), rest), [(more, ".muted")])]
 
 
 def _one_row(warning: Warning, width: int) -> Content:
-    return line(*_start(warning)).truncate(width, ellipsis=True)
+    return line(*_text_row(warning, 0, warning.text)).truncate(width, ellipsis=True)
+
+
+def _text_row(warning: Warning, place: int, text: str) -> list[str | Styled]:
+    """A row of its text; the first one begins with its sign."""
+    style = SEVERITY_STYLES[warning.severity]
+    return [(f"{SEVERITY_GLYPHS[warning.severity]} " if place == 0 else " " * INDENT, style), (text, style)]
