@@ -25,7 +25,7 @@ from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
 from grpo_engine.errors import BridgeError, DataError, GrpoError, HalfWritten, ModelError
 from grpo_engine.models.loading import load_tokenizer, resolve_model
 from grpo_engine.models.stored_weights import checkpoint_folder
-from grpo_engine.processes import AnyProcess, ProcessTree, is_resource_tracker, kill
+from grpo_engine.processes import AnyProcess, ProcessIdentity, ProcessTree, is_resource_tracker, kill, terminate
 from grpo_engine.server.adapter_files import check_adapter, resuming_newest_adapter
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
@@ -40,7 +40,7 @@ from grpo_engine.server.vllm.arguments import (
     store_cache_bytes,
 )
 from grpo_engine.server.vllm.checkpoint import Parameters, can_reload_below_adapters, check_fits, parameters_of
-from grpo_engine.server.vllm.generations import DEAD, Generations
+from grpo_engine.server.vllm.generations import CLOSING, DEAD, Generations
 from grpo_engine.server.vllm.patches import Patch, check_patches, name_shared_memory, needed_patches
 from grpo_engine.server.vllm.requests import sampling_params
 from grpo_engine.server.vllm.requirements import check_room, installed_vllm, visible_gpus
@@ -66,8 +66,12 @@ _POLL_S = 0.25
 _SPEEDS_EVERY = 40
 """Of these intervals, the speed of the server is written once."""
 _LEAVE_LOADING_AFTER_S = 0.5
+_END_WITHIN_S = 1.5
+"""For the step that runs, after which vLLM is killed: half of what the fork server gives a server that is restarted."""
 _KILL_WITHIN_S = 5.0
-_CLOSING = "the server is shutting down"
+_IDLE_S = 0.05
+"""Until an engine core without requests waits for some: Python handles no signal that arrives as a wait begins until it
+ends (seen in 4 of 150 restarts)."""
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +142,10 @@ class VllmEngine:
             self._written_speeds = speeds
 
     async def close(self) -> None:
+        if self._llm is not None and not self._llm.errored:
+            with suppress(TimeoutError, EngineUnavailable):
+                async with asyncio.timeout(_END_WITHIN_S):
+                    await self._generations.end(self._llm)
         self._is_closing.set()
         self._write_speeds()
         if self._watch is not None:
@@ -150,9 +158,9 @@ class VllmEngine:
         while self._thread.is_alive():
             if not self._is_loaded.done():
                 if not self._is_started.is_set() and time.monotonic() > until:
-                    self._is_loaded.set_exception(EngineUnavailable(_CLOSING))
+                    self._is_loaded.set_exception(EngineUnavailable(CLOSING))
                     return  # still importing: the thread ends with the process
-                kill_engine_processes()  # the thread waits for them, and so ends
+                end_engine_processes()  # the thread waits for them, and so ends
             self._thread.join(_POLL_S)
 
     def _run_vllm(self) -> None:
@@ -172,8 +180,8 @@ class VllmEngine:
         self._turn.give_back()
         self._is_closing.wait()
         if llm is not None:
-            llm.shutdown(timeout=_shutdown_within_s(llm))
-        kill_engine_processes()
+            _shut_down(llm)
+        end_engine_processes()
         if self._sharing is not None:
             self._sharing.withdraw()
 
@@ -191,7 +199,7 @@ class VllmEngine:
         self._arguments = engine_arguments(self._config)
         self._is_started.set()
         if self._is_closing.is_set():
-            raise EngineUnavailable(_CLOSING)
+            raise EngineUnavailable(CLOSING)
         arguments = self._arguments
         has_draft = arguments.speculative_config is not None  # which no trainer writes
         if not has_draft and reads_no_checkpoint(self._config, self._instance, self._environment):
@@ -208,6 +216,7 @@ class VllmEngine:
 
     async def _prepare(self, llm: AsyncLLM) -> None:
         """Share or update the weights of a started vLLM, check it, and let requests in."""
+        await llm.collective_rpc("grpo_loaded")
         if self._config.shared_weights:
             self._sharing = await share(
                 llm,
@@ -537,7 +546,7 @@ class VllmEngine:
 
     def _running(self) -> AsyncLLM:
         if self._is_closing.is_set():
-            raise EngineUnavailable(_CLOSING)
+            raise EngineUnavailable(CLOSING)
         if self._failure is not None:
             raise EngineUnavailable(_sentence(self._failure))
         if self._llm is None:
@@ -635,12 +644,16 @@ class VllmEngine:
                 await self._generations.go_on(self._running())
 
 
-def _shutdown_within_s(llm: AsyncLLM) -> float:
-    """How long its processes get to exit: workers remove the shared memory that they communicate through.
+def _shut_down(llm: AsyncLLM) -> None:
+    """End its processes: workers get time to remove the shared memory that they communicate through.
 
     An engine core without workers has none; it would spend a second on freeing memory that the kernel frees anyway.
     """
-    return 0.0 if llm.vllm_config.parallel_config.distributed_executor_backend == "uni" else 2.0
+    if llm.vllm_config.parallel_config.distributed_executor_backend == "uni":
+        llm.shutdown(timeout=0.0)
+        return
+    time.sleep(_IDLE_S)
+    llm.shutdown(timeout=2.0)
 
 
 def _as_engine_error(error: BaseException) -> BaseException:
@@ -652,15 +665,17 @@ def _sentence(error: BaseException) -> str:
     return str(error) if isinstance(error, GrpoError) else f"vLLM cannot serve: {type(error).__name__}: {error}"
 
 
-def kill_engine_processes() -> None:
-    """Kill what multiprocessing started in this process, with all descendants, and wait until they are gone.
+def end_engine_processes() -> None:
+    """End what multiprocessing started in this process, with all descendants, and wait until they are gone.
 
     Resource trackers exit after the others, and first remove what those left in shared memory.
     """
     tree = ProcessTree(child.pid for child in multiprocessing.active_children() if child.pid is not None)
-    left = kill(
-        lambda: [process for process in tree.living() if not is_resource_tracker(process)], within_s=_KILL_WITHIN_S
-    )
-    if left:
+
+    def found() -> list[ProcessIdentity]:
+        return [process for process in tree.living() if not is_resource_tracker(process)]
+
+    terminate(found, grace_s=_END_WITHIN_S)  # one that loads ends between two kernels (`worker.exit_between_kernels`)
+    if left := kill(found, within_s=_KILL_WITHIN_S):
         pids = ", ".join(str(process.pid) for process in left)
         logger.error("vLLM: process %s is still alive %g s after SIGKILL", pids, _KILL_WITHIN_S)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 DEAD = "vLLM's engine has exited; read the server's log and restart the server"
+CLOSING = "the server is shutting down"
 _LOCK_POLL_S = 0.002
 _PRIORITY_WITHOUT_TOKEN = 1
 """Those with the token have 0, and vLLM serves lower numbers first. Where both have the same, sequences of others fill
@@ -76,6 +77,7 @@ class Generations:
         self._versions = RunningVersions()
         self._interruptible: set[str] = set()
         """Running requests that end where the weights change."""
+        self._is_over = False
 
     def listen_to(self, llm: AsyncLLM) -> None:
         """See every message of the engine core from now on."""
@@ -180,6 +182,7 @@ class Generations:
             self.stalls.add_request(time.monotonic())
             try:
                 async for output in outputs:
+                    self._check_open()
                     self.stalls.remove_request(time.monotonic())  # a client that reads slowly is no stall
                     try:
                         yield output
@@ -198,6 +201,18 @@ class Generations:
         if cut := sorted(begun & self._interruptible):
             logger.info("%d requests end, because the weights have changed", len(cut))
             await llm.abort(cut)
+
+    async def end(self, llm: AsyncLLM) -> None:
+        """End all requests as unavailable, and return when the engine computes nothing more: it may be killed then.
+
+        Under MPS, a process that is killed within a kernel can be a fault of all that share the GPU (on an H200, 4 of 7
+        restarts beside a trainer).
+        """
+        self._is_over = True
+        await self.gate.open()
+        with self.awaiting_core():
+            await llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+            await llm.collective_rpc("grpo_synchronize")
 
     # --- between two steps -------------------------------------------------------------------------------------------
 
@@ -297,6 +312,10 @@ class Generations:
 
     # --- within ------------------------------------------------------------------------------------------------------
 
+    def _check_open(self) -> None:
+        if self._is_over:
+            raise EngineUnavailable(CLOSING)
+
     @contextmanager
     def _marked(self, request_id: str, params: GenerateRequest) -> Iterator[None]:
         """Within, a request with `interrupt` ends where the weights change."""
@@ -319,6 +338,7 @@ class Generations:
                 # No update waits for others: they may sample for minutes, and read no answer.
                 inside = self.gate.passing(is_awaited=token is not Token.WRONG)
                 async with self._slots.taken(token, n), inside:
+                    self._check_open()
                     state = self.lock.check()
                     if not state.is_writing:
                         yield state

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -37,6 +38,8 @@ _GRACE_S = 3.0
 """For a step that has begun, and its ranks' exits; they take a second (two H200)."""
 _WATCH_NAME = "grpo-server-watch"
 _PATCHED = "_grpo_keeps_weights"
+_handlers: list[Any] = []
+"""Of SIGTERM, before this module's own."""
 
 
 class GrpoWorker:
@@ -248,6 +251,15 @@ class GrpoWorker:
             self._grpo_receiver.close()
             self._grpo_receiver = None
 
+    def grpo_loaded(self) -> None:
+        """From here on vLLM handles SIGTERM: it ends its step first."""
+        if signal.getsignal(signal.SIGTERM) is _leave:  # vLLM 0.26 has set its own by now
+            signal.signal(signal.SIGTERM, _handlers.pop())
+
+    def grpo_synchronize(self) -> None:
+        """Return when the GPU has computed what this process has launched."""
+        _synchronize()
+
     def grpo_patches(self) -> dict[str, bool]:
         """The patches of this process (`patches.py`), and whether each is in place."""
         from vllm.model_executor.layers import utils
@@ -361,6 +373,30 @@ def keep_cpu_weights() -> None:
     setattr(utils, _PATCHED, True)
 
 
+def exit_between_kernels() -> None:
+    """Exit at SIGTERM while the model is loaded, once the GPU has computed what was launched.
+
+    Breaks: ending a server that loads. vLLM's engine core exits at once until it has loaded (0.26), or not before
+    (0.32). Killed within a kernel it would, under MPS, be a fault of all that share the GPU. The main thread launches
+    the kernels, and runs the handler between two of them.
+    """
+    if threading.current_thread() is threading.main_thread():
+        _handlers.append(signal.signal(signal.SIGTERM, _leave))
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    with suppress(RuntimeError):  # while a CUDA graph is captured, which computes nothing
+        _synchronize()
+    os._exit(128 + signal.SIGTERM)
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
 def watch_server(server: ProcessIdentity) -> None:
     """End vLLM's processes when the server has exited, in order: the engine core completes its step on all ranks.
 
@@ -415,6 +451,7 @@ def _set_up_process() -> None:
     if int(pid) == os.getpid():
         return
     watch_server(ProcessIdentity(int(pid), int(start_ticks)))
+    exit_between_kernels()
     close_ports_of_gloo()
     from vllm.platforms import current_platform
 

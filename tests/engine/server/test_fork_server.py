@@ -240,6 +240,36 @@ def test_ranks_whose_server_was_killed_let_their_engine_core_end_its_step(tmp_pa
     assert ended.exists()
 
 
+LOADING = """
+import os, signal, sys
+from grpo_engine.server.vllm import worker
+
+signal.alarm(60)  # nothing of a test that fails stays
+signal.signal(signal.SIGTERM, lambda *_: os._exit(3))  # of vLLM
+worker._synchronize = lambda: print("the GPU is idle", flush=True)
+worker.exit_between_kernels()
+if sys.argv[1] == "loaded":
+    worker.GrpoWorker().grpo_loaded()
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+"""A process of vLLM."""
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "last"), [("loading", 128 + signal.SIGTERM, b"the GPU is idle\n"), ("loaded", 3, b"")]
+)
+def test_a_vllm_that_is_ended_while_it_loads_leaves_no_kernel_running(state: str, code: int, last: bytes) -> None:
+    """It was killed within one, which under MPS can end the trainer too."""
+    with subprocess.Popen([sys.executable, "-c", LOADING, state], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        process.terminate()
+        assert process.stdout.read() == last
+    assert process.returncode == code
+
+
 @pytest.mark.parametrize(
     ("number", "is_supervised"), [(signal.SIGKILL, False), (signal.SIGABRT, False), (signal.SIGABRT, True)]
 )

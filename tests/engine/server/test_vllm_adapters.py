@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -27,6 +28,7 @@ from vllm_serving import (
     Stack,
     assert_agreement,
     assert_close,
+    counter_of,
     load,
     logprobs_of,
     named_sockets,
@@ -235,10 +237,18 @@ def test_a_restart_in_place_serves_from_new_processes_and_leaves_none_of_the_old
     adapted: Stack,
 ) -> None:
     before, below = read_bridge_file(adapted.bridge_file), processes_below(adapted.server.process.pid)
-    adapted.server.process.send_signal(RESTART_SIGNAL)
-    while FORK_SERVER_RESTARTS.text not in adapted.server.log.read_text(errors="replace"):
-        assert adapted.server.process.poll() is None
-        time.sleep(0.05)  # the interval of a probe, whose limit is the test's own
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "n": 16, "max_tokens": 250, "ignore_eos": True}
+    with ThreadPoolExecutor(20) as pool, adapted.server.client as client:
+        requests = [pool.submit(client.post, "/generate", json=body) for _ in range(20)]
+        while not counter_of(adapted, "vllm:num_requests_running"):
+            pass
+        adapted.server.process.send_signal(RESTART_SIGNAL)
+        while FORK_SERVER_RESTARTS.text not in adapted.server.log.read_text(errors="replace"):
+            assert adapted.server.process.poll() is None
+            time.sleep(0.05)  # the interval of a probe, whose limit is the test's own
+        refused = [one for one in (request.result() for request in requests) if one.status_code != 200]
+    assert {one.status_code for one in refused} == {503}
+    assert {one.json()["detail"] for one in refused} == {"the server is shutting down"}  # none was cut off by uvicorn
     assert not any(identity.is_alive() for identity in below)
     assert not {before.fence_segment, *segments_of(before.tensors)} & segments_now()
     wait_healthy(adapted.server)
