@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
 from grpo_engine.errors import BridgeError, DataError, GrpoError, HalfWritten, ModelError
-from grpo_engine.models.loading import load_tokenizer, resolve_model
+from grpo_engine.models.loading import resolve_model
 from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.processes import AnyProcess, ProcessIdentity, ProcessTree, is_resource_tracker, kill, terminate
 from grpo_engine.server.adapter_files import check_adapter, resuming_newest_adapter
@@ -40,6 +40,7 @@ from grpo_engine.server.vllm.arguments import (
     store_cache_bytes,
 )
 from grpo_engine.server.vllm.checkpoint import Parameters, can_reload_below_adapters, check_fits, parameters_of
+from grpo_engine.server.vllm.forked_tokenizer import tokenizer_of
 from grpo_engine.server.vllm.generations import CLOSING, DEAD, Generations
 from grpo_engine.server.vllm.patches import Patch, check_patches, name_shared_memory, needed_patches
 from grpo_engine.server.vllm.requests import sampling_params
@@ -190,7 +191,7 @@ class VllmEngine:
         name_shared_memory()
         self._turn.take(self._is_closing.is_set)
         self._check_room()
-        tokenizer = load_tokenizer(self._config.model_name)
+        tokenizer = tokenizer_of(self._config.model_name)
         self._prompts = PromptCodec(self._config.model_name, tokenizer, max_model_len=self._config.max_model_len)
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -233,22 +234,26 @@ class VllmEngine:
             await self._find_weights(llm)
         await self._load_newest_handover(llm)
         self._generations.listen_to(llm)
-        # The first request compiles what is not compiled yet; a client's request might time out over it.
-        first = GenerateRequest(prompt="", max_tokens=1, logprobs=0, prompt_logprobs=0)
-        async for _ in self._generations.outputs_of(
-            llm, {"prompt_token_ids": [0, 0]}, sampling_params(first, 1), "first"
-        ):
-            pass
+        self._stock_app, _ = await asyncio.gather(
+            stock_app(llm, self.guarded, self._config, self._arguments), self._answer_first(llm)
+        )
         self._patches = await self._checked_patches(llm)
         if measured := [size for size in await llm.collective_rpc("grpo_cache_bytes") if size]:
             store_cache_bytes(min(measured))
-        self._stock_app = await stock_app(llm, self.guarded, self._config, self._arguments)
         with resuming_newest_adapter(self._config, self._environment) as newest:
             if newest is not None:
                 await self._load_adapter(llm, newest.path, newest.path.name, newest.policy_version)
         await self._wait_for_trainer(llm)
         self._llm = llm
         self._watch = asyncio.create_task(self._watching(llm))
+
+    async def _answer_first(self, llm: AsyncLLM) -> None:
+        """Have vLLM compile what is not compiled yet; a client's request might time out over it."""
+        first = GenerateRequest(prompt="", max_tokens=1, logprobs=0, prompt_logprobs=0)
+        async for _ in self._generations.outputs_of(
+            llm, {"prompt_token_ids": [0, 0]}, sampling_params(first, 1), "first"
+        ):
+            pass
 
     async def _load_newest_handover(self, llm: AsyncLLM) -> None:
         """Load the newest checkpoint that a trainer handed over.

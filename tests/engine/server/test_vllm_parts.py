@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from serving import save_tiny_model
 from torch import nn
 from transformers import GPT2Config, LlamaConfig
 from vllm_fakes import Letters, Served, flat
@@ -21,6 +23,7 @@ from grpo_engine.server.engine import EngineUnavailable, NotANumber
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.prompts import max_new_tokens
 from grpo_engine.server.receiving import Part
+from grpo_engine.server.vllm import forked_tokenizer
 from grpo_engine.server.vllm.arguments import prepare_environment
 from grpo_engine.server.vllm.checkpoint import Parameters, check_fits, parameters_of
 from grpo_engine.server.vllm.flags import frontend_of
@@ -404,3 +407,47 @@ def test_vllms_flags_are_found_in_every_supported_version(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, flags.__name__, flags)
     config = ServerConfig(model_name="m", engine="vllm")
     assert frontend_of(config) == {"allowed_origins": [], "root_path": config.root_path}
+
+
+@pytest.fixture
+def preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model whose tokenizer the fork server has loaded, also in vLLM."""
+    monkeypatch.setattr(forked_tokenizer, "_loaded", {})
+    in_vllm = lru_cache(lambda name, **_: name)
+    package = ModuleType("vllm.tokenizers")
+    package.cached_get_tokenizer = in_vllm
+    package.cached_tokenizer_from_config = lambda config: in_vllm(config.tokenizer, mode=config.tokenizer_mode)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.tokenizers", package)
+    model = str(save_tiny_model(tmp_path / "model", seed=1))
+    forked_tokenizer.preload_tokenizer(model)
+    assert in_vllm.cache_info().currsize == 1
+    return model
+
+
+def test_a_server_has_the_tokenizer_of_its_fork_server(preloaded: str) -> None:
+    again = forked_tokenizer.tokenizer_of(preloaded)
+    assert again is forked_tokenizer.tokenizer_of(preloaded)
+    (Path(preloaded) / "model.safetensors").touch()  # as a trainer may
+    assert again is forked_tokenizer.tokenizer_of(preloaded)
+
+
+def test_a_tokenizer_whose_files_have_changed_is_loaded_again_also_by_vllm(preloaded: str) -> None:
+    before = forked_tokenizer.tokenizer_of(preloaded)
+    file = Path(preloaded) / "tokenizer_config.json"
+    file.write_text(file.read_text().replace("<eos>", "<unk>"))
+    again = forked_tokenizer.tokenizer_of(preloaded)
+    assert (before.eos_token, again.eos_token) == ("<eos>", "<unk>")
+    assert sys.modules["vllm.tokenizers"].cached_get_tokenizer.cache_info().currsize == 0
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_left_to_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked_tokenizer, "_loaded", {})
+    model = save_tiny_model(tmp_path / "model", seed=1)
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    forked_tokenizer.preload_tokenizer(str(model))
+    with pytest.raises(ModelError):
+        forked_tokenizer.tokenizer_of(str(model))
