@@ -19,6 +19,8 @@ from grpo_tui.paths import LOGS, PROFILES, new_run_id
 from grpo_tui.profile.listed import ListedProfile, listed_profiles
 from grpo_tui.view.format import shortened
 
+SMALLEST = "tiny-cpu"
+"""Runs on every machine, in a minute: `enter` starts the first of the list."""
 EDITORS = ("nano", "vim", "vi")
 """Where neither VISUAL nor EDITOR names one."""
 MAX_HEAD_BYTES, MAX_DESCRIPTION = 16_384, 500
@@ -45,7 +47,7 @@ class ProfileChoice:
 def profile_choices() -> list[ProfileChoice]:
     """Every profile that can be started by name, those that can run on this machine first. Blocks while it reads."""
     choices = [_profile_choice(listed) for listed in listed_profiles()]
-    return sorted(choices, key=lambda choice: (choice.error is not None, choice.lack is not None))
+    return sorted(choices, key=lambda one: (one.error is not None, one.lack is not None, one.name != SMALLEST))
 
 
 def matching(choices: Sequence[ProfileChoice], typed: str) -> list[ProfileChoice]:

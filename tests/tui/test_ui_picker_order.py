@@ -94,6 +94,14 @@ def test_of_profiles_that_are_too_long_together_the_longest_are_not_read(
 
 
 @pytest.mark.parametrize("has_driver", [True, False])
+def test_the_first_profile_which_enter_starts_is_the_smallest(
+    monkeypatch: pytest.MonkeyPatch, has_driver: bool
+) -> None:
+    monkeypatch.setattr(choices, "has_gpu_driver", lambda: has_driver)
+    assert profile_choices()[0].name == "tiny-cpu"
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
 def test_profiles_that_lack_a_gpu_come_last_and_say_so(monkeypatch: pytest.MonkeyPatch, has_driver: bool) -> None:
     monkeypatch.setattr(choices, "has_gpu_driver", lambda: has_driver)
     found = profile_choices()
