@@ -475,6 +475,21 @@ async def test_a_run_that_is_over_stays_on_the_screen_and_its_keys_say_why_they_
         assert screen.app.is_running
 
 
+@slow
+async def test_the_legend_of_memory_leaves_no_empty_row_when_the_run_is_over(tmp_path: Path) -> None:
+    status = without_gpus().model_copy(update={"run": tmp_path.name})
+    async with shown(tmp_path, status=status, num_steps=30) as screen:
+        panel = screen.part(GpuPanel)
+        await screen.until(lambda: panel.size.height == 2)
+        stopped = [service(each.name, state="stopped", pid=None, rss_bytes=None) for each in status.services]
+        over = status.model_copy(update={"state": RunState.FINISHED, "ended_at": NOW, "services": stopped})
+        screen.connection.stored = over
+        screen.connection.is_reachable = False
+        screen.connection.send(Snapshot(number=3, status=over), Bye(state=RunState.FINISHED))
+        screen.connection.disconnect()
+        await screen.until(lambda: panel.size.height == 1)
+
+
 def test_the_title_of_the_terminal_says_how_far_the_run_is_and_how_long_it_will_take() -> None:
     steps = [metrics_line(step) for step in range(1, 31)]
     state = reduce(state_after(steps=steps), SettingsRead(settings=RunSettings(training_steps=90)))

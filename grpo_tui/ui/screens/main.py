@@ -20,7 +20,6 @@ from grpo_tui.ui.widgets.main.metrics_panel import PRIMARY_METRICS, MetricsPanel
 from grpo_tui.ui.widgets.main.services_table import ServicesTable
 from grpo_tui.ui.widgets.main.start_panel import StartPanel
 from grpo_tui.ui.widgets.main.warnings_bar import WarningsBar
-from grpo_tui.view.machines import all_gpus
 from grpo_tui.view.state import ViewState
 
 PADDING = 2
@@ -79,11 +78,11 @@ class MainScreen(RunScreen):
         if not width or not height:
             return
         names = tuple(state.history.last.metrics) if state.history.last else ()
-        num_gpus = len(all_gpus(state.status)) if state.status else 0
+        panel_rows = (gpu_panel.rows_wanted(state), phase_timeline.rows_wanted(state), version_rows_wanted(state))
         height -= rows_taken(state, height)
         left = left_columns(width) - PADDING
         start_rows = start_panel.rows_wanted(state, left)
-        asked = (width, height, len(state.rows), start_rows, num_gpus, names, state.warnings)
+        asked = (width, height, len(state.rows), start_rows, panel_rows, names, state.warnings)
         if asked == self._arranged_for:
             return
         self._arranged_for = asked
