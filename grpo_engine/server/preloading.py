@@ -79,13 +79,13 @@ def preload(config: ServerConfig) -> None:
     _import_all((*_SERVER, *_VLLM))
     from vllm.platforms import current_platform
 
-    from grpo_engine.server.vllm.forked_tokenizer import preload_tokenizer
     from grpo_engine.server.vllm.patches import fork_cpu_engine, keep_imports_frozen
+    from grpo_engine.server.vllm.read_ahead import read_ahead
 
     is_cpu = bool(current_platform.is_cpu())
     _import_all(_VLLM_CPU if is_cpu else _VLLM_CUDA)
     _import_model_of_vllm(config.model_name)
-    preload_tokenizer(config.model_name)
+    read_ahead(config.model_name)
     compute_keys(is_cpu=is_cpu)
     keep_imports_frozen()
     if is_cpu and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":

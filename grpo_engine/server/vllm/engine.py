@@ -39,10 +39,10 @@ from grpo_engine.server.vllm.arguments import (
     prepare_environment,
     store_cache_bytes,
 )
-from grpo_engine.server.vllm.checkpoint import Parameters, can_reload_below_adapters, check_fits, parameters_of
-from grpo_engine.server.vllm.forked_tokenizer import tokenizer_of
+from grpo_engine.server.vllm.checkpoint import Parameters, can_reload_below_adapters, check_fits
 from grpo_engine.server.vllm.generations import CLOSING, DEAD, Generations
 from grpo_engine.server.vllm.patches import Patch, check_patches, name_shared_memory, needed_patches
+from grpo_engine.server.vllm.read_ahead import read_model
 from grpo_engine.server.vllm.requests import sampling_params
 from grpo_engine.server.vllm.requirements import check_room, installed_vllm, visible_gpus
 from grpo_engine.server.vllm.sharing import Sharing, reads_no_checkpoint, share
@@ -167,8 +167,6 @@ class VllmEngine:
         llm = None
         try:
             llm = self._load()
-            # After vLLM has forked, because torch may start threads here.
-            self._parameters = parameters_of(self._config.model_name)
             asyncio.run_coroutine_threadsafe(self._prepare(llm), self._loop).result()
             with suppress(InvalidStateError):  # the server was closed meanwhile
                 self._is_loaded.set_result(None)
@@ -189,8 +187,9 @@ class VllmEngine:
         name_shared_memory()
         self._turn.take(self._is_closing.is_set)
         self._check_room()
-        tokenizer = tokenizer_of(self._config.model_name)
-        self._prompts = PromptCodec(self._config.model_name, tokenizer, max_model_len=self._config.max_model_len)
+        read = read_model(self._config.model_name)
+        self._parameters = read.parameters
+        self._prompts = PromptCodec(self._config.model_name, read.tokenizer, max_model_len=self._config.max_model_len)
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 

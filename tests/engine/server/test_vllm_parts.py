@@ -23,7 +23,7 @@ from grpo_engine.server.engine import EngineUnavailable, NotANumber
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.prompts import max_new_tokens
 from grpo_engine.server.receiving import Part
-from grpo_engine.server.vllm import forked_tokenizer
+from grpo_engine.server.vllm import read_ahead
 from grpo_engine.server.vllm.arguments import prepare_environment
 from grpo_engine.server.vllm.checkpoint import Parameters, check_fits, parameters_of
 from grpo_engine.server.vllm.flags import frontend_of
@@ -410,44 +410,53 @@ def test_vllms_flags_are_found_in_every_supported_version(monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model whose tokenizer the fork server has loaded, also in vLLM."""
-    monkeypatch.setattr(forked_tokenizer, "_loaded", {})
-    in_vllm = lru_cache(lambda name, **_: name)
-    package = ModuleType("vllm.tokenizers")
-    package.cached_get_tokenizer = in_vllm
-    package.cached_tokenizer_from_config = lambda config: in_vllm(config.tokenizer, mode=config.tokenizer_mode)
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.tokenizers", package)
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model that the fork server has read, also in vLLM."""
+    monkeypatch.setattr(read_ahead, "_ahead", {})
+    cached = lru_cache(lambda name, **_: SimpleNamespace(name_or_path=name))
+    tokenizers, renderers, hf = (
+        ModuleType(name) for name in ("vllm.tokenizers", "vllm.renderers", "vllm.renderers.hf")
+    )
+    tokenizers.cached_get_tokenizer = cached
+    tokenizers.cached_tokenizer_from_config = lambda config: cached(config.tokenizer, mode=config.tokenizer_mode)
+    templates = hf._PROCESSOR_CHAT_TEMPLATES = {}
+    hf._try_get_processor_chat_template = lambda tokenizer, *, trust_remote_code: templates.setdefault(
+        (tokenizer.name_or_path, trust_remote_code)
+    )
+    renderers.hf = hf
+    for module in (ModuleType("vllm"), tokenizers, renderers, hf):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     model = str(save_tiny_model(tmp_path / "model", seed=1))
-    forked_tokenizer.preload_tokenizer(model)
-    assert in_vllm.cache_info().currsize == 1
+    read_ahead.read_ahead(model)
+    assert (cached.cache_info().currsize, list(templates)) == (1, [(model, False)])
     return model
 
 
-def test_a_server_has_the_tokenizer_of_its_fork_server(preloaded: str) -> None:
-    again = forked_tokenizer.tokenizer_of(preloaded)
-    assert again is forked_tokenizer.tokenizer_of(preloaded)
-    (Path(preloaded) / "model.safetensors").touch()  # as a trainer may
-    assert again is forked_tokenizer.tokenizer_of(preloaded)
+def test_a_server_has_what_its_fork_server_has_read(read: str) -> None:
+    again = read_ahead.read_model(read)
+    assert again is read_ahead.read_model(read)
+    (Path(read) / "model.safetensors").touch()  # as a trainer may
+    assert again is read_ahead.read_model(read)
+    assert again.parameters == parameters_of(read)
 
 
-def test_a_tokenizer_whose_files_have_changed_is_loaded_again_also_by_vllm(preloaded: str) -> None:
-    before = forked_tokenizer.tokenizer_of(preloaded)
-    file = Path(preloaded) / "tokenizer_config.json"
+def test_a_tokenizer_whose_files_have_changed_is_loaded_again_also_by_vllm(read: str) -> None:
+    before = read_ahead.read_model(read).tokenizer
+    file = Path(read) / "tokenizer_config.json"
     file.write_text(file.read_text().replace("<eos>", "<unk>"))
-    again = forked_tokenizer.tokenizer_of(preloaded)
+    again = read_ahead.read_model(read).tokenizer
     assert (before.eos_token, again.eos_token) == ("<eos>", "<unk>")
     assert sys.modules["vllm.tokenizers"].cached_get_tokenizer.cache_info().currsize == 0
+    assert not sys.modules["vllm.renderers.hf"]._PROCESSOR_CHAT_TEMPLATES
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_left_to_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forked_tokenizer, "_loaded", {})
+    monkeypatch.setattr(read_ahead, "_ahead", {})
     model = save_tiny_model(tmp_path / "model", seed=1)
     for file in model.glob("tokenizer*"):
         file.unlink()
-    forked_tokenizer.preload_tokenizer(str(model))
+    read_ahead.read_ahead(str(model))
     with pytest.raises(ModelError):
-        forked_tokenizer.tokenizer_of(str(model))
+        read_ahead.read_model(str(model))
