@@ -46,12 +46,10 @@ def read_ahead(model_name: str) -> None:
         return
     stamp = _stamp(folder)
     try:
-        read = ReadModel(load_tokenizer(model_name), parameters_of(model_name))
+        _ahead[model_name] = (stamp, ReadModel(load_tokenizer(model_name), parameters_of(model_name)))
         _load_in_vllm(resolve_model(model_name))
     except Exception as error:  # vLLM raises many types
         logger.debug("%s cannot be read ahead: %s: %s", model_name, type(error).__name__, error)
-        return
-    _ahead[model_name] = (stamp, read)
 
 
 def read_model(model_name: str) -> ReadModel:
