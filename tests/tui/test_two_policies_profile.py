@@ -20,7 +20,9 @@ def flag(argv: tuple[str, ...], name: str) -> str | None:
 
 
 def test_services_of_a_policy_are_connected_and_have_a_folder_of_their_own(tmp_path: Path) -> None:
-    plan = make_plan(load(PROFILE, ["bridge.mode=none"]), run_folder=tmp_path, python=sys.executable)
+    plan = make_plan(
+        load(PROFILE, ["bridge.mode=none", "bridge.every_steps=1"]), run_folder=tmp_path, python=sys.executable
+    )
     argv = {launch.name: launch.argv for launch in plan.launches}
     of_mafia = tmp_path / "policies" / "mafia"
     # No flag where the value is the default: the first API and server.
