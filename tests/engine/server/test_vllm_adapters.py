@@ -246,7 +246,11 @@ def test_a_restart_in_place_serves_from_new_processes_and_leaves_none_of_the_old
         while FORK_SERVER_RESTARTS.text not in adapted.server.log.read_text(errors="replace"):
             assert adapted.server.process.poll() is None
             time.sleep(0.05)  # the interval of a probe, whose limit is the test's own
-        refused = [one for one in (request.result() for request in requests) if one.status_code != 200]
+        answers = [request.result() for request in requests]
+    refused = [one for one in answers if one.status_code != 200]
+    assert {reason for one in answers if one.status_code == 200 for reason in one.json()["finish_reasons"]} <= {
+        "length"
+    }
     assert {one.status_code for one in refused} == {503}
     assert {one.json()["detail"] for one in refused} == {"the server is shutting down"}  # none was cut off by uvicorn
     assert not any(identity.is_alive() for identity in below)
