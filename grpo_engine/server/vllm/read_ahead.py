@@ -98,5 +98,6 @@ def _empty_caches_of_vllm() -> None:
 
 
 def _stamp(folder: Path) -> Stamp:
-    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.suffix not in _WEIGHTS]
+    paths = (path for path in sorted(folder.iterdir()) if path.suffix not in _WEIGHTS and path.is_file())
+    files = [(path.name, path.stat()) for path in paths]
     return tuple((name, status.st_mtime_ns, status.st_size) for name, status in files)

@@ -450,6 +450,12 @@ def test_a_tokenizer_whose_files_have_changed_is_loaded_again_also_by_vllm(read:
     assert not sys.modules["vllm.renderers.hf"]._PROCESSOR_CHAT_TEMPLATES
 
 
+def test_a_link_to_nothing_in_the_models_folder_keeps_no_server_from_starting(read: str) -> None:
+    (Path(read) / "README.md").symlink_to("nothing")  # as in a cache of the hub of which blobs were removed
+    read_ahead.read_ahead(read)
+    assert read_ahead.read_model(read).parameters == parameters_of(read)
+
+
 def test_a_tokenizer_that_cannot_be_loaded_is_left_to_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
