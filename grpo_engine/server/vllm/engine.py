@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import multiprocessing
 import os
 import threading
 import time
@@ -25,7 +24,7 @@ from grpo_engine.bridges.transport.checkpoint_folder import newest_checkpoint
 from grpo_engine.errors import BridgeError, DataError, GrpoError, HalfWritten, ModelError
 from grpo_engine.models.loading import resolve_model
 from grpo_engine.models.stored_weights import checkpoint_folder
-from grpo_engine.processes import AnyProcess, ProcessIdentity, ProcessTree, is_resource_tracker, kill, terminate
+from grpo_engine.processes import AnyProcess
 from grpo_engine.server.adapter_files import check_adapter, resuming_newest_adapter
 from grpo_engine.server.config import ServerConfig
 from grpo_engine.server.engine import Adapter, EngineInfo, EngineUnavailable, Generation, WeightsBusy
@@ -40,6 +39,7 @@ from grpo_engine.server.vllm.arguments import (
     store_cache_bytes,
 )
 from grpo_engine.server.vllm.checkpoint import Parameters, can_reload_below_adapters, check_fits
+from grpo_engine.server.vllm.ending import END_WITHIN_S, end_engine_processes, shut_down
 from grpo_engine.server.vllm.generations import CLOSING, DEAD, Generations
 from grpo_engine.server.vllm.patches import Patch, check_patches, name_shared_memory, needed_patches
 from grpo_engine.server.vllm.read_ahead import read_model
@@ -67,10 +67,6 @@ _POLL_S = 0.25
 _SPEEDS_EVERY = 40
 """Of these intervals, the speed of the server is written once."""
 _LEAVE_LOADING_AFTER_S = 0.5
-_END_WITHIN_S = 1.5
-"""For the step that runs, after which vLLM is killed: half of what the fork server gives a server that is restarted."""
-_KILL_WITHIN_S = 5.0
-_AGAIN_AFTER_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +139,7 @@ class VllmEngine:
     async def close(self) -> None:
         if self._llm is not None and not self._llm.errored:
             with suppress(TimeoutError, EngineUnavailable):
-                async with asyncio.timeout(_END_WITHIN_S):
+                async with asyncio.timeout(END_WITHIN_S):
                     await self._generations.end(self._llm)
         self._is_closing.set()
         self._write_speeds()
@@ -177,7 +173,7 @@ class VllmEngine:
         self._turn.give_back()
         self._is_closing.wait()
         if llm is not None:
-            _shut_down(llm)
+            shut_down(llm)
         end_engine_processes()
         if self._sharing is not None:
             self._sharing.withdraw()
@@ -646,22 +642,6 @@ class VllmEngine:
                 await self._generations.go_on(self._running())
 
 
-def _shut_down(llm: AsyncLLM) -> None:
-    """End its processes: workers get time to remove the shared memory that they communicate through.
-
-    An engine core without workers has none; it would spend a second on freeing memory that the kernel frees anyway.
-    vLLM itself would kill resource trackers too, after which 400 MB stay, and sends SIGTERM once: Python handles none
-    that arrives as a wait begins before that ends (seen in 4 of 150 restarts).
-    """
-    if llm.vllm_config.parallel_config.distributed_executor_backend == "uni":
-        llm.shutdown(timeout=0.0)
-        return
-    again = threading.Timer(_AGAIN_AFTER_S, end_engine_processes)
-    again.start()
-    llm.shutdown(timeout=_AGAIN_AFTER_S + _END_WITHIN_S + _KILL_WITHIN_S)
-    again.cancel()
-
-
 def _as_engine_error(error: BaseException) -> BaseException:
     """The error itself, or an `EngineUnavailable` that names vLLM as its source."""
     return error if isinstance(error, GrpoError) else EngineUnavailable(_sentence(error))
@@ -669,19 +649,3 @@ def _as_engine_error(error: BaseException) -> BaseException:
 
 def _sentence(error: BaseException) -> str:
     return str(error) if isinstance(error, GrpoError) else f"vLLM cannot serve: {type(error).__name__}: {error}"
-
-
-def end_engine_processes() -> None:
-    """End what multiprocessing started in this process, with all descendants, and wait until they are gone.
-
-    Resource trackers exit after the others, and first remove what those left in shared memory.
-    """
-    tree = ProcessTree(child.pid for child in multiprocessing.active_children() if child.pid is not None)
-
-    def found() -> list[ProcessIdentity]:
-        return [process for process in tree.living() if not is_resource_tracker(process)]
-
-    terminate(found, grace_s=_END_WITHIN_S)  # one that loads ends between two kernels (`worker.exit_between_kernels`)
-    if left := kill(found, within_s=_KILL_WITHIN_S):
-        pids = ", ".join(str(process.pid) for process in left)
-        logger.error("vLLM: process %s is still alive %g s after SIGKILL", pids, _KILL_WITHIN_S)

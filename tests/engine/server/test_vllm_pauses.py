@@ -195,7 +195,7 @@ async def test_vllm_is_killed_when_all_requests_have_ended_and_the_gpu_is_idle(e
 async def test_a_core_that_does_not_answer_holds_no_end(
     engine: VllmEngine, llm: Llm, monkeypatch: pytest.MonkeyPatch, has_exited: bool
 ) -> None:
-    monkeypatch.setattr(vllm_engine, "_END_WITHIN_S", 0.01)
+    monkeypatch.setattr(vllm_engine, "END_WITHIN_S", 0.01)
     llm.errored = has_exited
     llm.may_answer.clear()
     await engine.close()
