@@ -85,9 +85,8 @@ def down_command(
     """End a run and all of its processes. Prints what it ended and how long each part took."""
     if run is not None and asyncio.run(end_orphans(run, write_line)):
         return
-    targets = [each for each in runs() if each.is_live] if all_ else [run_to_act_on(run)]
-    if not targets:
-        raise NoSuchRun("no live run here")
+    live = [each for each in runs() if each.is_live] if all_ else []
+    targets = live or [run_to_act_on(run)]
     if not all_ and not targets[0].is_live and asyncio.run(sweep_killed(targets[0], write_line)):
         return
     for target in targets:

@@ -26,7 +26,7 @@ from grpo_engine.wire.codec import write_atomically
 from grpo_engine.wire.file_locks import lock_holder
 from grpo_engine.wire.run_folder import PLAN_FILE, RESOLVED_FILE, SETTINGS_FILE, START_LOCK_FILE
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Hello
-from grpo_tui.client.local import NoSuchRun, Run, StartRefused, is_over, look_at, lost_runs
+from grpo_tui.client.local import NoSuchRun, Run, StartRefused, is_over, look_at, lost_runs, text_of_lost
 from grpo_tui.client.new_daemon import HELLO_POLL_S, NewDaemon, StartFailed
 from grpo_tui.client.socket import HELLO_LIMIT_S, Daemon, answers
 from grpo_tui.paths import (
@@ -328,7 +328,7 @@ def _live_run(loaded: LoadedProfile, second: Second | None, logs: Path, name: st
 
     for name in lost_runs(logs):
         if is_run_id_of(loaded.name, name):
-            raise GrpoError(f"run {name} is live and its folder was deleted: end it with `grpo-tui down {name}` first")
+            raise GrpoError(text_of_lost(name))
     others: list[tuple[Run, list[str]]] = []
     for live in live_runs_of(loaded, logs):
         if name is not None and name_of_run(live.run.id) != name:

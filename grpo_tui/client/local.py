@@ -51,6 +51,8 @@ MAX_FILES = 16_384
 MOST_NAMED = 8
 """Of the runs that a word may mean."""
 NO_RUN_HERE = "no run was started here; `grpo-tui --profile NAME` starts one, `grpo-tui` alone lists those of this host"
+RESTORED_WITHIN_S, RESTORED_POLL_S = 10.0, 0.1
+"""A supervisor looks every 2 s whether its run folder is there."""
 MOVING = {ServiceState.STARTING, ServiceState.READY, ServiceState.UNHEALTHY, ServiceState.STOPPING}
 
 
@@ -246,12 +248,46 @@ def is_over(folder: Path) -> bool:
 def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
     """The run with this id, its unique prefix or last parts (`9a55`); without one, the newest live run.
 
+    One whose folder was deleted a moment ago is waited for until its supervisor has made the folder again.
+
     Args:
         also_ended: whether the newest ended run is returned when there is no prefix and no live run.
 
     Raises:
         NoSuchRun: no run, or more than one, matches.
     """
+    try:
+        return _find_run(prefix, logs, also_ended=also_ended)
+    except NoSuchRun:
+        lost = [name for name in lost_runs(logs) if prefix is None or _is_meant(prefix, name)]
+        if not lost:
+            raise
+    for name in lost:
+        if not _until_restored(Path(os.path.realpath(logs), name)):
+            raise NoSuchRun(text_of_lost(name))
+    return _find_run(prefix, logs, also_ended=also_ended)
+
+
+def text_of_lost(name: str) -> str:
+    """What is wrong with a live run whose folder was deleted, and what to do."""
+    return f"run {name} is live and its folder was deleted: end it with `grpo-tui down {name}` first"
+
+
+def _until_restored(folder: Path) -> bool:
+    """Wait until a run's supervisor has made the deleted folder again; returns whether it has."""
+    from grpo_tui.supervisor.keeper.owners import is_supervised
+
+    deadline = time.monotonic() + RESTORED_WITHIN_S
+    while not (is_there := (folder / PLAN_FILE).exists()) and time.monotonic() < deadline and is_supervised(folder):
+        time.sleep(RESTORED_POLL_S)
+    return is_there
+
+
+def _is_meant(prefix: str, name: str) -> bool:
+    return bool(prefix) and (name.startswith(prefix) or name.endswith(f"-{prefix}") or name_of_run(name) == prefix)
+
+
+def _find_run(prefix: str | None, logs: Path, *, also_ended: bool) -> Run:
     known, left_out = runs_and_left_out(logs)
     if prefix is not None:
         exact = [run for run in known if run.id == prefix] or [run for run in known if name_of_run(run.id) == prefix]

@@ -182,6 +182,13 @@ class Workplace:
         (found,) = [path for path in (self.folder / "logs").iterdir() if path.is_dir()]
         return found
 
+    def delete_run_folder(self) -> None:
+        """Delete it under its live run, whose processes may write into it meanwhile."""
+        folder = self.run_folder()
+        while folder.exists():
+            with suppress(OSError):
+                shutil.rmtree(folder)
+
     def log(self, name: str = "supervisor") -> str:
         """The log of a service, or of the supervisor."""
         return (self.run_folder() / f"{name}.log").read_text(errors="replace")

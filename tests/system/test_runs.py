@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 
 import pytest
 from stage import HOLDER, free_ports, is_open
-from workplace import IDLE, IGNORES_SIGTERM, PYTHON, UP, Workplace, service, until
+from workplace import DEADLINE_S, IDLE, IGNORES_SIGTERM, PYTHON, UP, Workplace, service, until
 
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, ServiceState
 from grpo_tui.supervisor.keeper.proc import identify
@@ -385,7 +384,7 @@ def test_an_upgrade_replaces_the_supervisor_and_services_keep_running(place: Wor
 def test_a_deleted_run_folder_is_made_again_and_no_service_is_started_twice(place: Workplace) -> None:
     run = place.up(place.recorded())
     before = place.pid()
-    shutil.rmtree(place.run_folder())
+    place.delete_run_folder()
     until((place.folder / "logs" / run / "state.json").exists)
     assert place.up() == run
     assert "was deleted during its run and was made again" in place.log()
@@ -393,6 +392,24 @@ def test_a_deleted_run_folder_is_made_again_and_no_service_is_started_twice(plac
     place.succeed("restart", "a", "--wait")
     assert identify(before) is None
     assert len(place.starts()) == 2
+
+
+def test_down_right_after_the_run_folder_was_deleted_ends_the_run(place: Workplace) -> None:
+    """It said that no run was started here, and a second later the supervisor had made the folder again."""
+    place.up(service("a", IDLE, ready=UP))
+    supervisor = place.supervisor().pid
+    os.kill(supervisor, signal.SIGSTOP)  # for it has two seconds until it looks whether its folder is there
+    place.delete_run_folder()
+    ending = place.start("down")
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            ending.wait(1)
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
+    told, error = ending.communicate(timeout=DEADLINE_S)
+    assert (ending.returncode, error) == (0, "")
+    assert "stopped in" in told
+    until(lambda: not place.supervisors())
 
 
 def test_a_jump_of_the_clock_moves_no_timer_of_an_adopted_service(place: Workplace) -> None:
@@ -421,7 +438,7 @@ def test_a_run_without_folder_and_supervisor_is_not_started_twice_and_is_ended_b
     run = place.up(service("a", IGNORES_SIGTERM, ready=UP, stop_grace_s=0.5))
     pid = place.pid()
     place.kill_supervisor()
-    shutil.rmtree(place.run_folder())
+    place.delete_run_folder()
     refused = place.grpo("up", "--profile", "p", "--detach")
     assert refused.returncode == 1
     assert f"run {run} is live and its folder was deleted: end it with `grpo-tui down {run}` first" in refused.stderr
