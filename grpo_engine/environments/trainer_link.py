@@ -104,6 +104,8 @@ class TrainerLink:
         self.env_id: int | None = None
         self._num_unposted = 0
         """Groups that are being generated, or finished and not yet posted."""
+        self._num_posted_since = 0
+        """Groups that were posted since the status was requested, which its queue may lack."""
         self.status: EnvironmentStatus | None = None
 
     @property
@@ -178,7 +180,7 @@ class TrainerLink:
             may_hold: whether nothing else waits for the answer.
         """
         assert self.env_id is not None
-        known = self.status
+        known, self._num_posted_since = self.status, 0
         is_idle = self._num_unposted == 0 and not self.evaluator.is_running
         may_hold = may_hold and is_idle and known is not None and not self.is_evaluation_to_come
         if known is not None and known.may_start is None and self.room(num_workers):
@@ -227,7 +229,7 @@ class TrainerLink:
         return self._ahead.startable(
             self.status,
             self._limits.batch_size,
-            num_unposted=self._num_unposted,
+            num_unposted=self._num_unposted + self._num_posted_since,
             idle_workers=self._idle_workers(num_workers),
         )
 
@@ -254,6 +256,7 @@ class TrainerLink:
     def has_posted(self) -> None:
         """One of its groups was posted."""
         self._num_unposted -= 1
+        self._num_posted_since += 1
         self._notify()
 
 

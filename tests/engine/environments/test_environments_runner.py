@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from grpo_engine.environments.main import work
 from grpo_engine.environments.runner import Progress
 from grpo_engine.errors import ConfigError, PeerError
 from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
-from grpo_engine.wire.rollouts import EnvironmentStatus, ScoredGroup
+from grpo_engine.wire.rollouts import EnvironmentStatus, ScoredGroup, StatusRequest
 
 
 def half_right(prompt: str, index: int) -> str:
@@ -118,6 +118,39 @@ async def test_no_more_is_sampled_than_the_trainer_may_be_behind() -> None:
             assert len(fake.state.requests) == 4
         async with httpx.AsyncClient(base_url=api) as client:
             assert (await client.get("/status")).json()["environments"] == []
+
+
+@pytest.mark.slow
+async def test_groups_that_are_posted_while_the_status_is_on_its_way_are_among_those_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They were in neither the queue of the status nor the groups to post: twice as many were sampled."""
+    ask, post = RolloutApi.status, RolloutApi.post
+    is_answered, are_posted = asyncio.Event(), asyncio.Event()
+    num_posted = 0
+
+    async def post_once_answered(api: RolloutApi, groups: Sequence[ScoredGroup]) -> None:
+        nonlocal num_posted
+        await is_answered.wait()
+        await post(api, groups)
+        num_posted += len(groups)
+        if num_posted == 4:
+            are_posted.set()
+
+    async def late_status(api: RolloutApi, request: StatusRequest) -> EnvironmentStatus:
+        status = await ask(api, request)
+        if request.sampled == 4:
+            is_answered.set()
+            await are_posted.wait()
+        return status
+
+    monkeypatch.setattr(RolloutApi, "post", post_once_answered)
+    monkeypatch.setattr(RolloutApi, "status", late_status)
+    fake = fake_inference(half_right)
+    with served_run(fake) as (api, inference, _):
+        async with at_work(settings(api, inference, max_batches_offpolicy=2)):
+            await queue_that_stays(api, 4)
+            assert len(fake.state.requests) == 4
 
 
 @pytest.mark.slow
