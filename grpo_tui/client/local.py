@@ -260,12 +260,12 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
         return _find_run(prefix, logs, also_ended=also_ended)
     except NoSuchRun:
         lost = [name for name in lost_runs(logs) if prefix is None or _is_meant(prefix, name)]
-        if not lost:
-            raise
     for name in lost:
         if not _until_restored(Path(os.path.realpath(logs), name)):
             raise NoSuchRun(text_of_lost(name))
-    return _find_run(prefix, logs, also_ended=also_ended)
+    return _find_run(
+        prefix, logs, also_ended=also_ended
+    )  # none may be lost: it may have been made since the first look
 
 
 def text_of_lost(name: str) -> str:
@@ -323,7 +323,10 @@ def _state_word(run: Run) -> str:
 
 
 def _started_at(folder: Path) -> float:
-    return (folder / PLAN_FILE).stat().st_mtime
+    try:
+        return (folder / PLAN_FILE).stat().st_mtime
+    except FileNotFoundError:  # deleted meanwhile
+        return 0.0
 
 
 # --- the status document without a daemon --------------------------------------------------------------------------

@@ -391,6 +391,10 @@ class Supervisor:
         """The state of the run."""
         return self._run.state
 
+    def words_of_end(self) -> str:
+        """For people, about a run that is over: how it ended, and how to go on with it."""
+        return f"run {self.run_name} has ended: {self.state}; {how_to_go_on(self._run_folder)}"
+
     @property
     def service_names(self) -> list[str]:
         """Every service, in start order."""

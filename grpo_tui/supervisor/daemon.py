@@ -25,7 +25,7 @@ from pathlib import Path
 
 from grpo_engine.errors import GrpoError, PeerError
 from grpo_engine.wire.codec import MAX_LINE_BYTES
-from grpo_engine.wire.run_folder import ADDRESS_FILE, SUPERVISOR_LOG
+from grpo_engine.wire.run_folder import ADDRESS_FILE, PLAN_FILE, SUPERVISOR_LOG
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye
 from grpo_tui.paths import ALWAYS_SHORT, registration_path, socket_path
 from grpo_tui.profile.plan_file import Plan
@@ -34,7 +34,7 @@ from grpo_tui.supervisor.handlers import converse
 from grpo_tui.supervisor.keeper.orphans import become_reaper
 from grpo_tui.supervisor.lock import LOADED, read_address, take_lock, write_address
 from grpo_tui.supervisor.registered import register
-from grpo_tui.supervisor.run_folder import LOST, RunFolder, log_to
+from grpo_tui.supervisor.run_folder import LOST, LOST_IN_PART, RunFolder, log_to
 from grpo_tui.supervisor.state_file import StateDocument, read_state
 
 FILES_CHECK_S = 2.0
@@ -244,13 +244,14 @@ def _clear(path: Path) -> None:
 
 
 def _restore(files: RunFolder, supervisor: Supervisor) -> bool:
-    """Make the deleted run folder again; returns whether that was possible."""
+    """Make the deleted run folder or files of it again; returns whether that was possible."""
+    has_plan = (files.folder / PLAN_FILE).exists()
     try:
         files.restore(supervisor.keepers())
     except OSError as error:
         log.error("%s was deleted and cannot be made again: %s; services keep running", files.folder, error)
         return False
-    supervisor.notice("error", LOST.format(folder=files.folder), None)
+    supervisor.notice("error", (LOST_IN_PART if has_plan else LOST).format(folder=files.folder), None)
     supervisor.write_state()
     return True
 

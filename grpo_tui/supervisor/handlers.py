@@ -192,6 +192,8 @@ def _name(supervisor: Supervisor, command: Command) -> str:
         raise CommandRefused(
             f"{command.service!r} is not a service of {supervisor.run_name}; it has {names}", ExitCode.USAGE
         )
+    if supervisor.state in ENDED_RUN_STATES:  # its process exits in a moment
+        raise CommandRefused(supervisor.words_of_end(), ExitCode.NO_SUCH_RUN)
     if supervisor.is_ending:
         raise CommandRefused(
             f"run {supervisor.run_name} is ending: services can no longer be started or stopped", ExitCode.REFUSED

@@ -10,7 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from grpo_engine.wire.codec import write_atomically
-from grpo_engine.wire.run_folder import KEEPERS, PLAN_FILE, RESOLVED_FILE, SETTINGS_FILE, SUPERVISOR_LOG, TOKEN_FILE
+from grpo_engine.wire.run_folder import (
+    KEEPERS,
+    LOCK_FILE,
+    PLAN_FILE,
+    RESOLVED_FILE,
+    SETTINGS_FILE,
+    SUPERVISOR_LOG,
+    TOKEN_FILE,
+)
 from grpo_tui.paths import is_own
 from grpo_tui.supervisor.keeper.client import Keeper
 from grpo_tui.supervisor.lock import take_lock
@@ -19,7 +27,7 @@ LOST = (
     "{folder} was deleted during its run and was made again. Its logs, metrics and checkpoints are lost; "
     "services keep running and write logs again from their next start"
 )
-
+LOST_IN_PART = "files of {folder} that the run needs were deleted and were written again"
 
 RESTORED = (TOKEN_FILE, SETTINGS_FILE, RESOLVED_FILE, PLAN_FILE)
 """The plan last: it makes this a run folder again."""
@@ -35,8 +43,11 @@ class RunFolder:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the folder or its plan was deleted."""
-        return not (self.folder / PLAN_FILE).exists()
+        """Whether the folder was deleted, or any of the files without which the run cannot be ended or go on.
+
+        A deletion may still be going on when the files are written again, and so take some of them along.
+        """
+        return not all((self.folder / name).exists() for name in (*self._files, PLAN_FILE, LOCK_FILE))
 
     def restore(self, keepers: Iterable[Keeper]) -> None:
         """Write plan, lock and the files of the keepers again, and reopen the supervisor's log.

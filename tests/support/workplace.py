@@ -182,6 +182,17 @@ class Workplace:
         (found,) = [path for path in (self.folder / "logs").iterdir() if path.is_dir()]
         return found
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Suspend the supervisor, so that it does not look at its files between two changes of a test to them."""
+        pid = self.supervisor().pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            until(lambda: all(is_stopped(thread) for thread in Path(f"/proc/{pid}/task").iterdir()))
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     def delete_run_folder(self) -> None:
         """Delete it under its live run, whose processes may write into it meanwhile."""
         folder = self.run_folder()
@@ -217,6 +228,11 @@ class Workplace:
         mark = marker(pid)
         folder = str(self.folder)
         return (mark is not None and (mark.run_folder or "").startswith(folder)) or folder in command_line(pid)
+
+
+def is_stopped(process: Path) -> bool:
+    """Whether a signal has stopped a process or thread, by its folder in /proc."""
+    return (process / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _environment(pid: int) -> list[bytes]:

@@ -18,6 +18,7 @@ from grpo_engine.wire.supervisor import PROTOCOL_VERSION, Bye, Notice, RunState,
 from grpo_tui.client.launch import wait_if_ending
 from grpo_tui.client.local import look_at
 from grpo_tui.client.socket import Daemon
+from grpo_tui.exit_codes import ExitCode
 from grpo_tui.profile.plan_file import Plan
 from grpo_tui.services.base import Launch, Probe
 from grpo_tui.supervisor.core import Supervisor
@@ -119,6 +120,18 @@ async def test_a_supervisor_whose_run_is_over_is_waited_for_and_not_joined(stage
         os.close(lock)
         assert await asyncio.wait_for(waiting, 60)
         assert not was_done
+
+
+async def test_a_command_to_a_run_that_has_just_ended_is_refused_as_once_its_supervisor_has_exited(
+    stage: Stage,
+) -> None:
+    """For as long as that took, it was said to be ending, with another exit code and without what goes on with it."""
+    async with supervised(stage) as supervisor:
+        supervisor.end(RunState.STOPPED)
+        await asyncio.wait_for(supervisor.wait_until(lambda s: s.state is RunState.STOPPED), 60)
+        reply = await Daemon(stage.folder).command("start", "a")
+    assert reply.exit_code == ExitCode.NO_SUCH_RUN
+    assert reply.error == f"run {stage.folder.name} has ended: stopped; `grpo-tui up` starts another"
 
 
 @pytest.mark.parametrize("line", [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b'{"type": "command"}\n', b"\xff\xfe\n"])

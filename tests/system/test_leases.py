@@ -48,17 +48,18 @@ class ForkedSupervisor(NewDaemon):
         register(folder)
         self._is_given = True
         read, write = os.pipe()
-        if (pid := os.fork()) == 0:
+        if os.fork() == 0:
             with suppress(BaseException):
                 for inherited in {int(each) for each in os.listdir("/proc/self/fd")} - {0, 1, 2, write, self.host_lock}:
                     with suppress(OSError):  # as exec does
                         os.close(inherited)
+                # By itself: its starter may be killed as soon as it has forked.
+                (self._folder / f"holder.{os.getpid()}").touch()
                 end_within(self._life_s)
                 self._hold(folder)
                 os.close(write)
                 signal.pause()
             os._exit(0)
-        (self._folder / f"holder.{pid}").touch()
         os.close(write)
         os.read(read, 1)  # as the real one's answer: it has locked its run, or was killed
         os.close(read)
@@ -152,6 +153,9 @@ def test_no_port_or_gpu_is_granted_twice_and_none_is_lost_whoever_is_killed(tmp_
     for pid in starters:
         os.waitpid(pid, 0)
 
+    lock = open_host_lock()
+    fcntl.flock(lock, fcntl.LOCK_EX)  # which a process has that was just forked, until it holds its run
+    os.close(lock)
     kill_all(tmp_path)
     folders = [path.parent for path in tmp_path.glob("logs*/*/plan.json")]
     until(lambda: not any(map(has_daemon, folders)))

@@ -36,12 +36,13 @@ def succeed_without_traceback(place: Workplace, *commands: str) -> None:
 def test_a_socket_is_made_again_whatever_is_in_its_place(place: Workplace, in_place: str) -> None:
     place.up(service("a", IDLE))
     supervisor, socket = place.supervisor(), socket_of(place)
-    socket.unlink()
-    if in_place == "a folder":
-        socket.mkdir()
-        (socket / "within").touch()
-    elif in_place == "a file":
-        socket.touch()
+    with place.suspended():
+        socket.unlink()
+        if in_place == "a folder":
+            socket.mkdir()
+            (socket / "within").touch()
+        elif in_place == "a file":
+            socket.touch()
     until(socket.is_socket)
     assert place.supervisor() == supervisor
     place.succeed("stop", "a", "--wait")
@@ -57,12 +58,13 @@ def test_a_command_succeeds_although_something_is_in_place_of_the_socket(
 ) -> None:
     place.up(service("a", IDLE))
     socket = socket_of(place)
-    if not has_supervisor:
-        place.kill_supervisor()
-    socket.unlink()
     if has_supervisor:
-        socket.touch()
+        with place.suspended():
+            socket.unlink()
+            socket.touch()
     else:
+        place.kill_supervisor()
+        socket.unlink()
         socket.mkdir()
     place.succeed("stop", "a", "--wait")
 
@@ -92,9 +94,10 @@ def test_a_run_whose_folder_for_sockets_another_user_made_anew_can_be_ended(plac
     """Once a cleaner has removed it; commands found a stranger's socket, and the run could not be ended any more."""
     run = place.up(service("a", IDLE))
     folder = place.runtime / "grpo-tui"
-    shutil.rmtree(folder)
-    folder.mkdir()
-    folder.chmod(0o755)
+    with place.suspended():
+        shutil.rmtree(folder)
+        folder.mkdir()
+        folder.chmod(0o755)
     until(lambda: socket_of(place).parent != folder)
     alone = socket_of(place).parent
     assert stat.S_IMODE(alone.stat().st_mode) == 0o700
@@ -120,8 +123,9 @@ def test_a_supervisor_that_cannot_listen_logs_the_reason_without_a_traceback(pla
 def test_a_folder_in_place_of_the_state_file_is_moved_aside(place: Workplace) -> None:
     place.up(service("a", IDLE))
     state = place.run_folder() / STATE_FILE
-    state.unlink()
-    (state / "within").mkdir(parents=True)
+    with place.suspended():
+        state.unlink()
+        (state / "within").mkdir(parents=True)
     succeed_without_traceback(place, "ps", "status", "up --profile p --detach", "stop a --wait")
     until(state.is_file)
     (aside,) = place.run_folder().glob("state.json.*.aside")
@@ -148,8 +152,9 @@ def test_a_run_without_a_supervisor_recovers_from_a_folder_in_place_of_its_state
 def test_a_folder_in_place_of_the_supervisors_address_hides_nothing(place: Workplace) -> None:
     place.up(service("a", IDLE))
     address = place.run_folder() / ADDRESS_FILE
-    address.unlink()
-    address.mkdir()
+    with place.suspended():
+        address.unlink()
+        address.mkdir()
     succeed_without_traceback(place, "ps", "status", "stop a --wait", "down")
 
 

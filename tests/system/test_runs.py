@@ -17,6 +17,7 @@ import pytest
 from stage import HOLDER, free_ports, is_open
 from workplace import DEADLINE_S, IDLE, IGNORES_SIGTERM, PYTHON, UP, Workplace, service, until
 
+from grpo_engine.wire.run_folder import LOCK_FILE, TOKEN_FILE
 from grpo_engine.wire.supervisor import ENDED_RUN_STATES, RunState, ServiceState
 from grpo_tui.supervisor.keeper.proc import identify
 from grpo_tui.supervisor.lock import has_daemon
@@ -392,6 +393,18 @@ def test_a_deleted_run_folder_is_made_again_and_no_service_is_started_twice(plac
     place.succeed("restart", "a", "--wait")
     assert identify(before) is None
     assert len(place.starts()) == 2
+
+
+def test_files_that_a_deletion_takes_after_the_folder_was_made_again_are_written_again(place: Workplace) -> None:
+    """`rm -r` goes on with the names that it has read: without the lock of the run a second supervisor was started."""
+    run = place.up(place.recorded())
+    folder = place.run_folder()
+    for name in (LOCK_FILE, TOKEN_FILE):
+        (folder / name).unlink()
+    until(lambda: has_daemon(folder) and (folder / TOKEN_FILE).exists())
+    assert place.up() == run
+    assert place.log().count(" started for run ") == 1
+    assert len(place.starts()) == 1
 
 
 def test_down_right_after_the_run_folder_was_deleted_ends_the_run(place: Workplace) -> None:

@@ -27,6 +27,7 @@ from grpo_tui.cli import act
 from grpo_tui.cli.act import down_command
 from grpo_tui.cli.arguments import run_to_act_on, split
 from grpo_tui.cli.look import _with_diagnosis, status_command
+from grpo_tui.client import local
 from grpo_tui.client.local import NoSuchRun, find_run, look_at, runs, stored_status
 from grpo_tui.keeper_process import read_stat
 from grpo_tui.supervisor import teardown, temporary
@@ -121,6 +122,39 @@ def test_the_status_of_a_run_that_failed_ends_with_the_command_that_goes_on(
     make_state(folder, state, service("trainer", ServiceState.FAILED))
     status_command("r")
     assert capsys.readouterr().out.endswith("\n`grpo-tui resume r` goes on with it\n") is is_said
+
+
+@pytest.mark.parametrize("prefix", [None, "a"])
+def test_a_run_whose_folder_is_made_again_between_two_looks_at_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str | None
+) -> None:
+    """It was in neither: the first saw no run, and the second none whose folder is missing."""
+
+    def made_again(logs: Path) -> set[str]:
+        locks.append(take_lock(make_run(logs, "a-1", 1.0)))
+        return set()
+
+    locks: list[int | None] = []
+    monkeypatch.setattr(local, "lost_runs", made_again)
+    assert find_run(prefix, tmp_path, also_ended=False).id == "a-1"
+    (lock,) = locks
+    assert lock is not None
+    os.close(lock)
+
+
+def test_runs_are_listed_while_one_of_them_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a-1", "b-1"):
+        make_run(tmp_path, name, 1.0)
+    look = local.unreadable_file
+
+    def deleted_after_the_look(folder: Path) -> local.Unreadable | None:
+        found = look(folder)
+        if folder.name == "a-1":
+            shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr(local, "unreadable_file", deleted_after_the_look)
+    assert [run.id for run in runs(tmp_path)] == ["b-1", "a-1"]
 
 
 def test_the_status_of_a_long_run_is_judged_by_its_newest_steps(tmp_path: Path) -> None:
