@@ -279,10 +279,12 @@ def test_where_the_kernel_does_not_answer_for_one_socket_the_list_of_all_says_wh
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tcp_sockets, "is_available", lambda: False)
-    port = free_port()
+    port, older = free_port(), own_sockets()
     with squatter(port) as stranger, socket.create_connection(("127.0.0.1", port)) as client:
         assert [(each.port, each.uid) for each in listening_sockets([port])] == [(port, NOBODY)]
-        connected = connected_stranger()
+        # Until it has accepted the connection, the kernel does not say whose its end is.
+        while (connected := connected_stranger(older=older)) is not None and not connected.inode:
+            pass
         assert connected is not None
         assert connected.uid == NOBODY
         for own in (None, client.getsockname()):

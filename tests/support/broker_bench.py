@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from cluster_fakes import ClusterOfAgents
 from launches import launch
@@ -32,6 +33,10 @@ WAITS = f"{PRINTS}; import os, signal; print('pid', os.getpid(), flush=True); si
 def program(name: str, code: str, *, num_devices: int = 1) -> Launch:
     """A service that runs a Python program."""
     return launch(name, argv=(sys.executable, "-I", "-S", "-c", code), num_devices=num_devices, stop_grace_s=5.0)
+
+
+_kept_lines: WeakKeyDictionary[asyncio.subprocess.Process, list[str]] = WeakKeyDictionary()
+"""Of each process, what was read and not asked for yet."""
 
 
 class Bench:
@@ -89,11 +94,17 @@ class Bench:
 
 
 async def line_of(process: asyncio.subprocess.Process, start: str) -> str:
-    """The next line that starts so."""
+    """The next line that starts so; those before it are kept, since the lines of several parts come in any order."""
     assert process.stdout is not None
+    kept = _kept_lines.setdefault(process, [])
+    for line in kept:
+        if line.startswith(start):
+            kept.remove(line)
+            return line.strip()
     while line := (await process.stdout.readline()).decode():
         if line.startswith(start):
             return line.strip()
+        kept.append(line)
     raise AssertionError(f"no line starts with {start}")
 
 

@@ -267,11 +267,14 @@ async def test_shared_memory_of_a_service_counts_once(stage: Stage) -> None:
 
 
 async def test_what_a_private_cluster_has_started_for_other_services_is_not_counted_as_its_own(stage: Stage) -> None:
-    started = f'(sleep 0.3; exec env {SERVICE_VARIABLE}=vllm sh -c "env -i sleep 99 & wait") & wait'
+    gate = stage.folder / "gate"
+    os.mkfifo(gate)
+    started = f'(read _ < {gate}; exec env {SERVICE_VARIABLE}=vllm sh -c "env -i sleep 99 & wait") & wait'
     keeper = await stage.start("sh", "-c", started)
     keepers = {"ray": keeper.identity.pid}
     reader = UsageReader(placed={"vllm"})
-    await until(lambda: len(reader.sample(keepers)["ray"].own) > 1)  # before the mark is there
+    await until(lambda: len(reader.sample(keepers)["ray"].own) > 1)
+    gate.write_text("\n")  # the mark is there from now on
     await until(lambda: len(reader.sample(keepers)["ray"].placed.get("vllm", ())) == 2)
     usage = reader.sample(keepers)["ray"]
     assert usage.pids == {keeper.main_pid}

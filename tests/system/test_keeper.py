@@ -19,6 +19,7 @@ from workplace import IGNORES_SIGTERM
 
 from grpo_engine.errors import GrpoError
 from grpo_tui.keeper_process import read_stat
+from grpo_tui.supervisor.keeper import client
 from grpo_tui.supervisor.keeper.client import ExitReport, Keeper, adopt_keeper, start_keeper
 from grpo_tui.supervisor.keeper.proc import descendants, identify
 
@@ -114,10 +115,15 @@ def stop(*_):
     open(sys.argv[1], "w").write(str(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])))
     sys.exit()
 signal.signal(signal.SIGTERM, stop)
+is_up, tells = os.pipe()
 worker = os.fork()
 if not worker:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
+    os.close(tells)
+else:
+    os.close(tells)
+    os.read(is_up, 1)
     print("up", flush=True)
 while True: signal.pause()
 """
@@ -293,9 +299,17 @@ async def test_a_keeper_is_reaped_even_if_its_exit_is_not_awaited(stage: Stage) 
     await until(lambda: read_stat(keeper.identity.pid) is None)
 
 
-async def test_a_cancelled_start_leaves_no_process(stage: Stage) -> None:
+@pytest.mark.parametrize("is_up", [False, True], ids=["its keeper alone", "its service too"])
+async def test_a_cancelled_start_leaves_no_process(stage: Stage, monkeypatch: pytest.MonkeyPatch, is_up: bool) -> None:
+    async def unread(_: int) -> bytes:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(client, "_read_to_end", unread)  # else the start may be over before it is cancelled
     starting = asyncio.create_task(stage.start(*python(IGNORES_SIGTERM, stage.token)))
-    await until(lambda: starting.done() or bool(stage.survivors()))
+    await until(lambda: bool(stage.survivors()))
+    if is_up:
+        await stage.says("up")
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting

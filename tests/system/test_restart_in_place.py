@@ -126,6 +126,7 @@ def test_a_restart_in_place_keeps_the_process_and_its_attempt_and_counts(place: 
         place.succeed("restart", "a", "--wait")
         now = place.service()
         assert (now.state, now.pid, now.attempt, now.restarts) == (ServiceState.READY, before.pid, 1, count)
+    until(lambda: place.log("a").count("serving\n") >= 4)  # printed after the port is open, by which it is ready
     assert place.log("a").count("serving\n") == 4
     assert now.started_at is not None
     assert before.started_at is not None

@@ -141,7 +141,13 @@ def followed(place: Workplace, *more: str, **settings: object) -> None:
 
 def until_trainer_is_back(place: Workplace) -> list[str]:
     """Wait until the trainer runs in its second attempt; the services in the order of their starts."""
-    until(lambda: place.status().state is RunState.RUNNING and place.service("trainer").attempt == 2)
+
+    def is_back() -> bool:
+        status = place.status()  # one for both: before the crash is noticed the run is running too
+        (trainer,) = (each for each in status.services if each.name == "trainer")
+        return status.state is RunState.RUNNING and trainer.attempt == 2
+
+    until(is_back)
     return [name for name, _ in place.starts()]
 
 
