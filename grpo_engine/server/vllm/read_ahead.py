@@ -1,10 +1,12 @@
 """What the fork server reads of a model for the servers that it forks: its tokenizer and its parameters.
 
-Else each server would load the tokenizer, vLLM in it twice more, and vLLM's engine core: 0.25 s each time on two cores.
+Else each server would load the tokenizer, vLLM in it twice more, and vLLM's engine core: 0.25 s each time on two cores;
+and vLLM would copy it for its threads, which takes twice as long.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from grpo_engine.server.vllm.checkpoint import Parameters, parameters_of
 Stamp = tuple[tuple[str, int, int], ...]
 """Name, time of the last change (ns) and size of each file that is no weights."""
 
+_NUM_COPIES = 2
+"""Of the tokenizer, in vLLM's pool: for one thread that renders prompts, as it is by default, and the event loop."""
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 
 logger = logging.getLogger(__name__)
@@ -68,12 +72,22 @@ def read_model(model_name: str) -> ReadModel:
 
 
 def _load_in_vllm(model: str) -> None:
-    """Load it as vLLM's default settings do; with others, vLLM does not find it in its caches, and loads its own."""
     from vllm.renderers import hf
+
+    tokenizer = _tokenizer_of_vllm(model)
+    # It loads another tokenizer, to look for a chat template (0.26 to 0.33).
+    look = hf._try_get_processor_chat_template
+    names = inspect.signature(look).parameters
+    defaults = {"trust_remote_code": False, "revision": None, "code_revision": None}
+    look(tokenizer, **{name: value for name, value in defaults.items() if name in names})
+    _make_pool(tokenizer)
+
+
+def _tokenizer_of_vllm(model: str) -> Any:
+    """As vLLM's default settings load it; with others, vLLM does not find it in its cache, and loads its own."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
-    defaults = {"trust_remote_code": False, "revision": None, "code_revision": None}
-    tokenizer = cached_tokenizer_from_config(
+    return cached_tokenizer_from_config(
         SimpleNamespace(  # vLLM's own configuration takes seconds
             skip_tokenizer_init=False,
             tokenizer=model,
@@ -83,10 +97,37 @@ def _load_in_vllm(model: str) -> None:
             trust_remote_code=False,
         )
     )
-    # It loads another tokenizer, to look for a chat template (0.26 to 0.33).
-    look = hf._try_get_processor_chat_template
-    names = inspect.signature(look).parameters
-    look(tokenizer, **{name: value for name, value in defaults.items() if name in names})
+
+
+def _make_pool(tokenizer: Any) -> None:
+    """Make vLLM's pool of copies of this tokenizer, for the renderer of each server that is forked.
+
+    All of a pool is in a class that it gives to the tokenizer (`vllm/tokenizers/hf.py`, 0.26 to 0.33).
+    """
+    from vllm.renderers import hf
+
+    make = hf.maybe_make_thread_pool
+    pooled = copy.copy(tokenizer)
+    make(pooled, _NUM_COPIES)
+    if type(pooled) is type(tokenizer):  # one of Python, which needs no pool
+        return
+    backend, before = pooled._tokenizer, _state(pooled)
+
+    def take_or_make(tokenizer: Any, copies: int = 1) -> Any:
+        if copies != _NUM_COPIES or vars(tokenizer).get("_tokenizer") is not backend or _state(tokenizer) != before:
+            return make(tokenizer, copies)
+        tokenizer.__class__ = pooled.__class__
+        return tokenizer
+
+    hf.maybe_make_thread_pool = take_or_make
+
+
+def _state(tokenizer: Any) -> tuple[int, dict[str, Any]]:
+    """What a copy of it has, but for the tokens of its backend, of which only the number: with some settings vLLM adds
+    some.
+    """
+    own = {name: value for name, value in vars(tokenizer).items() if name != "_tokenizer"}
+    return tokenizer._tokenizer.get_vocab_size(), copy.deepcopy(own)
 
 
 def _empty_caches_of_vllm() -> None:

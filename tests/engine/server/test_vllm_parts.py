@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from serving import save_tiny_model
 from torch import nn
 from transformers import GPT2Config, LlamaConfig
 from vllm_fakes import Letters, Served, flat
@@ -23,7 +21,6 @@ from grpo_engine.server.engine import EngineUnavailable, NotANumber
 from grpo_engine.server.gate import Gate
 from grpo_engine.server.prompts import max_new_tokens
 from grpo_engine.server.receiving import Part
-from grpo_engine.server.vllm import read_ahead
 from grpo_engine.server.vllm.arguments import prepare_environment
 from grpo_engine.server.vllm.checkpoint import Parameters, check_fits, parameters_of
 from grpo_engine.server.vllm.flags import frontend_of
@@ -407,62 +404,3 @@ def test_vllms_flags_are_found_in_every_supported_version(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, flags.__name__, flags)
     config = ServerConfig(model_name="m", engine="vllm")
     assert frontend_of(config) == {"allowed_origins": [], "root_path": config.root_path}
-
-
-@pytest.fixture
-def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model that the fork server has read, also in vLLM."""
-    monkeypatch.setattr(read_ahead, "_ahead", {})
-    cached = lru_cache(lambda name, **_: SimpleNamespace(name_or_path=name))
-    tokenizers, renderers, hf = (
-        ModuleType(name) for name in ("vllm.tokenizers", "vllm.renderers", "vllm.renderers.hf")
-    )
-    tokenizers.cached_get_tokenizer = cached
-    tokenizers.cached_tokenizer_from_config = lambda config: cached(config.tokenizer, mode=config.tokenizer_mode)
-    templates = hf._PROCESSOR_CHAT_TEMPLATES = {}
-    hf._try_get_processor_chat_template = lambda tokenizer, *, trust_remote_code: templates.setdefault(
-        (tokenizer.name_or_path, trust_remote_code)
-    )
-    renderers.hf = hf
-    for module in (ModuleType("vllm"), tokenizers, renderers, hf):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    model = str(save_tiny_model(tmp_path / "model", seed=1))
-    read_ahead.read_ahead(model)
-    assert (cached.cache_info().currsize, list(templates)) == (1, [(model, False)])
-    return model
-
-
-def test_a_server_has_what_its_fork_server_has_read(read: str) -> None:
-    again = read_ahead.read_model(read)
-    assert again is read_ahead.read_model(read)
-    (Path(read) / "model.safetensors").touch()  # as a trainer may
-    assert again is read_ahead.read_model(read)
-    assert again.parameters == parameters_of(read)
-
-
-def test_a_tokenizer_whose_files_have_changed_is_loaded_again_also_by_vllm(read: str) -> None:
-    before = read_ahead.read_model(read).tokenizer
-    file = Path(read) / "tokenizer_config.json"
-    file.write_text(file.read_text().replace("<eos>", "<unk>"))
-    again = read_ahead.read_model(read).tokenizer
-    assert (before.eos_token, again.eos_token) == ("<eos>", "<unk>")
-    assert sys.modules["vllm.tokenizers"].cached_get_tokenizer.cache_info().currsize == 0
-    assert not sys.modules["vllm.renderers.hf"]._PROCESSOR_CHAT_TEMPLATES
-
-
-def test_a_link_to_nothing_in_the_models_folder_keeps_no_server_from_starting(read: str) -> None:
-    (Path(read) / "README.md").symlink_to("nothing")  # as in a cache of the hub of which blobs were removed
-    read_ahead.read_ahead(read)
-    assert read_ahead.read_model(read).parameters == parameters_of(read)
-
-
-def test_a_tokenizer_that_cannot_be_loaded_is_left_to_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(read_ahead, "_ahead", {})
-    model = save_tiny_model(tmp_path / "model", seed=1)
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-    read_ahead.read_ahead(str(model))
-    with pytest.raises(ModelError):
-        read_ahead.read_model(str(model))
