@@ -171,6 +171,7 @@ class Runner:
     async def _keep_generating(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             asked_at = time.monotonic()
+            self._has_news.clear()  # what comes while the status is on its way may be missing in it
             before = [link.status for link in self._links]
             await gather_all(self._update(link) for link in self._links)
             status = self._own.status
@@ -220,7 +221,6 @@ class Runner:
 
     async def _pause(self, asked_at: float, *, is_unchanged: bool) -> None:
         """Wait before the next status request."""
-        self._has_news.clear()
         passed = time.monotonic() - asked_at
         await asyncio.sleep(max(0.0, _MIN_ASK_S - passed))
         is_one_of_many = self._ask_every_s > ASK_EVERY_S  # whose queue changes all the time, with nothing new to do
