@@ -20,6 +20,7 @@ from grpo_tui.cli.up import (
     check_wait,
     wait_for,
 )
+from grpo_tui.client.interrupts import held_interrupts
 from grpo_tui.client.new_daemon import NewDaemon
 
 RunToContinue = Annotated[str, typer.Argument(metavar="RUN", help="Run id, its beginning or its last part.")]
@@ -56,7 +57,7 @@ def resume_command(
     """
     check_wait(wait)
     began = time.monotonic()
-    with NewDaemon() as daemon:
+    with held_interrupts() as interrupts, NewDaemon(interrupts) as daemon:
         from grpo_tui.client.resume import resume_run
 
         opened = resume_run(
@@ -68,7 +69,7 @@ def resume_command(
             take_ports=take_ports,
             shares_gpus=share_gpus,
         )
-    wait_for(opened, began=began, detach=detach, wait=wait, timeout=timeout, as_json=as_json)
+    wait_for(opened, began=began, detach=detach, wait=wait, timeout=timeout, as_json=as_json, interrupts=interrupts)
 
 
 def branch_command(
@@ -93,8 +94,8 @@ def branch_command(
     """
     check_wait(wait)
     began = time.monotonic()
-    with NewDaemon() as daemon:
+    with held_interrupts() as interrupts, NewDaemon(interrupts) as daemon:
         from grpo_tui.client.resume import branch_run
 
         opened = branch_run(run, set_ or [], daemon=daemon, back_to=back_to, steps=steps, take_ports=take_ports)
-    wait_for(opened, began=began, detach=detach, wait=wait, timeout=timeout, as_json=as_json)
+    wait_for(opened, began=began, detach=detach, wait=wait, timeout=timeout, as_json=as_json, interrupts=interrupts)

@@ -14,6 +14,7 @@ import typer
 
 from grpo_tui.cli.arguments import JoinOption, NewOption, SetOption, TakePortsOption, second_of
 from grpo_tui.cli.printing import write_line
+from grpo_tui.client.interrupts import HeldInterrupts, held_interrupts
 from grpo_tui.client.new_daemon import NewDaemon
 from grpo_tui.exit_codes import ExitCode
 from grpo_tui.paths import checked_name
@@ -82,7 +83,8 @@ def up_command(
             checked_name(word, option=option)
     began = time.monotonic()
     with ExitStack() as context:
-        daemon = context.enter_context(NewDaemon())
+        interrupts = context.enter_context(held_interrupts())
+        daemon = context.enter_context(NewDaemon(interrupts))
         from grpo_tui.cli.overrides import own_overrides
         from grpo_tui.client.launch import Labels, open_run
 
@@ -115,6 +117,7 @@ def up_command(
         as_json=as_json,
         doctor=doctor,
         can_be_second=True,
+        interrupts=interrupts,
     )
 
 
@@ -134,6 +137,7 @@ def wait_for(
     as_json: bool,
     doctor: str | None = None,
     can_be_second: bool = False,
+    interrupts: HeldInterrupts,
 ) -> None:
     """Print progress of a run that was opened, wait as requested, and exit.
 
@@ -141,6 +145,7 @@ def wait_for(
         began: monotonic time at which the command began.
         doctor: the command that checks this machine for the settings of the run.
         can_be_second: whether `--new` starts the run on other ports.
+        interrupts: those since the start of the run.
     """
     import asyncio
 
@@ -151,11 +156,13 @@ def wait_for(
     if detach and wait is None:
         if not as_json:
             write_line(opened.folder.name)
+        interrupts.release()
         return
     goal: Goal | None = "ready" if wait == "ready" else "finished" if wait == "finished" else None
     owns = opened.is_new and not detach
     watch = Watch(goal=goal, stops_on_failure=goal is not None)
-    code = asyncio.run(stay(opened.folder, watch, say, None if timeout is None else began + timeout, owns=owns))
+    deadline = None if timeout is None else began + timeout
+    code = asyncio.run(stay(opened.folder, watch, say, deadline, owns=owns, interrupts=interrupts))
     if doctor is not None and any(service.exit_code == ExitCode.USAGE for service in watch.failed.values()):
         say.note(f"to check this machine for the profile: `{doctor}`")
     refusals = [refusal for service in watch.failed.values() for refusal in service.refusals]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from grpo_engine.wire.supervisor import (
 from grpo_tui.cli.printing import write_line
 from grpo_tui.cli.training import Training, TrainingFollower
 from grpo_tui.client.api import Daemon, OpenedRun, ensure_daemon, look_at, stored_status, until_gone
+from grpo_tui.client.interrupts import INTERRUPTS, HeldInterrupts
 from grpo_tui.exit_codes import ExitCode
 
 Goal = Literal["ready", "finished"]
@@ -180,15 +180,25 @@ class ProgressPrinter:
             write_line(f"{elapsed_s:6.1f} s  {text}", to_stderr=True)
 
 
-async def stay(folder: Path, watch: Watch, say: ProgressPrinter, deadline: float | None, *, owns: bool) -> ExitCode:
-    """Watch until the waiting is over; then leave the run or take it down."""
+async def stay(
+    folder: Path,
+    watch: Watch,
+    say: ProgressPrinter,
+    deadline: float | None,
+    *,
+    owns: bool,
+    interrupts: HeldInterrupts,
+) -> ExitCode:
+    """Watch until the waiting is over, which it is at once after an interrupt; then leave the run or take it down."""
     follower = TrainingFollower(folder, say.training)
     training = follower.training
     watching = asyncio.create_task(_watch(folder, watch, say, training))
     following = asyncio.create_task(follower.follow())
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in INTERRUPTS:
         loop.add_signal_handler(number, watching.cancel)
+    if interrupts.have_come:
+        watching.cancel()
     try:
         async with asyncio.timeout_at(deadline):
             code = await watching
@@ -199,7 +209,7 @@ async def stay(folder: Path, watch: Watch, say: ProgressPrinter, deadline: float
         code = ExitCode.INTERRUPTED
         say.note("interrupted")
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in INTERRUPTS:
             loop.remove_signal_handler(number)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)

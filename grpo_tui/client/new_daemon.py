@@ -19,6 +19,8 @@ from grpo_tui.paths import HOST_LOCK_FILE, host_folder
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from grpo_tui.client.interrupts import HeldInterrupts
+
 HELLO_WITHIN_S = 20.0
 """A supervisor answers within 0.3 s; on a machine that is starting eight engines it may take longer."""
 HELLO_POLL_S = 0.01
@@ -39,7 +41,13 @@ def open_host_lock() -> int:
 class NewDaemon:
     """A supervisor process that waits for its run folder; without one it is killed at the end of this context."""
 
-    def __init__(self) -> None:
+    def __init__(self, interrupts: HeldInterrupts | None = None) -> None:
+        """Start it.
+
+        Args:
+            interrupts: are held from the moment in which it is given its run; the caller does what they ask.
+        """
+        self._interrupts = interrupts
         self._is_given = False
         self.host_lock = open_host_lock()
         """The lock of all starts on this host, which the process inherits; `alone_on_host` takes it."""
@@ -99,6 +107,8 @@ class NewDaemon:
         from grpo_tui.client.socket import answers
         from grpo_tui.supervisor.registered import register
 
+        if self._interrupts is not None:
+            self._interrupts.hold()
         register(folder)
         self._is_given = True
         with suppress(BrokenPipeError):

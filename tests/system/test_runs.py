@@ -300,6 +300,22 @@ def test_ctrl_c_ends_a_run_in_the_foreground(place: Workplace) -> None:
     assert place.status().state is RunState.STOPPED
 
 
+@pytest.mark.parametrize("command", ["up --profile p", "up --profile p --wait ready --detach"])
+def test_ctrl_c_before_a_command_watches_its_run_is_obeyed_as_soon_as_it_does(place: Workplace, command: str) -> None:
+    """The command ended and the run, which it would have ended a moment later, went on."""
+    place.profile(service("a", IDLE))
+    done = place.python(
+        "import os, signal, sys; from grpo_tui.cli import main, up; watch = up.wait_for\n"
+        "def interrupted(*words, **named): os.kill(os.getpid(), signal.SIGINT); watch(*words, **named)\n"
+        f"up.wait_for = interrupted; sys.argv[1:] = {command.split()}; main()"
+    )
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    is_left = "--detach" in command
+    assert ("the run goes on: `grpo-tui status" in done.stderr) is is_left
+    assert (place.status().state is RunState.STOPPED) is not is_left
+
+
 @pytest.mark.parametrize("command", ["status", "status nix", "down", "logs a", "metrics", "restart a", "attach"])
 def test_a_command_exits_with_5_where_there_is_no_run(place: Workplace, command: str) -> None:
     done = place.grpo(*command.split())
