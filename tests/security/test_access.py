@@ -212,6 +212,7 @@ port = {port}
 {more}
 """
 TELLS = "import os, signal; print(open(os.environ['GRPO_API_TOKEN_FILE']).read(), flush=True); signal.pause()"
+TOLD = "{ log = '.', interval_s = 0.02 }"
 
 
 @pytest.fixture
@@ -228,7 +229,7 @@ def register(port: int, token: str | None = None) -> int:
 
 def test_a_run_has_a_token_that_survives_restarts_of_services_and_of_the_supervisor(place: Workplace) -> None:
     port = free_port()
-    place.profile(API.format(port=port, more=""), service("tells", TELLS))
+    place.profile(API.format(port=port, more=""), service("tells", TELLS, ready=TOLD))
     place.up()
     folder = place.run_folder()
     file = folder / "access.token"
@@ -249,7 +250,7 @@ def test_a_run_has_a_token_that_survives_restarts_of_services_and_of_the_supervi
 
 def test_a_token_of_the_profile_is_that_of_the_run_and_is_on_no_command_line(place: Workplace) -> None:
     port = free_port()
-    place.profile(API.format(port=port, more='token = "chosen-by-hand"'), service("tells", TELLS))
+    place.profile(API.format(port=port, more='token = "chosen-by-hand"'), service("tells", TELLS, ready=TOLD))
     place.up()
     folder = place.run_folder()
     assert "chosen-by-hand" in (folder / "tells.log").read_text()

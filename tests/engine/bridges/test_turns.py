@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from bridging import PROMPT, Serving, assert_agreement, bridge_context, bridge_to, make_bridge, serving
-from forked import run_forked
+from forked import run_forked, start_forked
 from serving import shift
 
 from grpo_engine.bridges import Bridge
@@ -44,7 +44,7 @@ def state_of(server: Serving) -> str:
 
 
 def staging_of(pid: int) -> list[Path]:
-    """Staging memory of a process that is still there."""
+    """Staging memory of a process."""
     return list(SHARED_MEMORY.glob(f"grpo-*-staging*-{pid}-*"))
 
 
@@ -145,9 +145,13 @@ def test_a_server_whose_trainer_was_killed_holds_requests_until_the_next_one_wak
     is_handing_over: bool, state: str, server: Serving, tmp_path: Path
 ) -> None:
     killed = partial(sleep_and_die, server.model, server.url, tmp_path, is_handing_over=is_handing_over)
-    assert run_forked(killed) == -signal.SIGKILL
+    trainer = start_forked(killed)
+    trainer.join()
+    assert trainer.exitcode == -signal.SIGKILL
     assert state_of(server) == state
-    left = set(SHARED_MEMORY.glob("grpo-*-staging*")) if is_handing_over else set()
+    assert trainer.pid is not None
+    left = staging_of(trainer.pid)  # others are of tests beside this one
+    assert bool(left) is is_handing_over
     with ThreadPoolExecutor() as pool, server.now.client as client:
         waiting = pool.submit(server.now.generate, prompt={"prompt_token_ids": PROMPT}, max_tokens=4, logprobs=0)
         assert client.get("/health").status_code == 200
