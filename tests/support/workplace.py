@@ -24,6 +24,7 @@ from grpo_engine.wire.supervisor import RunStatus, ServiceState, ServiceStatus, 
 from grpo_tui.keeper_process import Stat
 from grpo_tui.supervisor.keeper.proc import command_line, living, marker, send_signal
 from grpo_tui.supervisor.lock import has_daemon
+from grpo_tui.supervisor.state_file import read_state
 
 DEADLINE_S = 120.0
 OF_HOST = {f"grpo-{os.getuid()}", "start.lock"}
@@ -204,12 +205,25 @@ class Workplace:
         """The log of a service, or of the supervisor."""
         return (self.run_folder() / f"{name}.log").read_text(errors="replace")
 
+    def until_written(self) -> RunStatus:
+        """Wait until `state.json`, from which the next supervisor goes on, has what this one knows of its services."""
+
+        def known(status: RunStatus | None) -> list[object]:
+            return [] if status is None else [
+                (status.state, each.name, each.state, each.attempt, each.restarts, each.prepared_at, each.exit_code)
+                for each in status.services
+            ]  # fmt: skip
+
+        while known(now := self.status()) != known(read_state(self.folder / "logs" / now.run)):
+            pass  # the limit is that of the test
+        return now
+
     def kill_supervisor(self) -> None:
-        """SIGKILL to the run's supervisor, and wait until it is gone.
+        """SIGKILL to the run's supervisor once its state is written, and wait until it is gone.
 
         Its main thread may be a zombie while others still end, and with them its lock.
         """
-        status = self.status()
+        status = self.until_written()
         assert status.supervisor is not None
         pid, folder = status.supervisor.pid, self.folder / "logs" / status.run
         os.kill(pid, signal.SIGKILL)

@@ -36,6 +36,7 @@ def test_a_run_goes_on_in_its_folder_after_any_end_and_keeps_what_each_life_was(
     assert (place.run_folder(), place.service().attempt, place.service().restarts) == (folder, 1, 0)
     assert os.getpriority(os.PRIO_PROCESS, place.pid("b")) == 3
 
+    place.until_written()
     everything = [place.supervisor().pid, *(each.pid for each in place.survivors())]
     for pid in everything:  # at once, as when the machine kills them all
         with suppress(ProcessLookupError):  # a keeper exits with its service

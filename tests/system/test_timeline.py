@@ -45,6 +45,7 @@ def states(folder: Path, name: str) -> list[ServiceState]:
 def test_a_timeline_continues_after_a_killed_supervisor_to_the_end_of_the_run(place: Workplace) -> None:
     place.up(service("a", IDLE), service("b", IDLE, ends_run="false"))
     folder = place.run_folder()
+    until((folder / TIMELINE_FILE).exists)
     until(lambda: any(isinstance(each, UsageSampled) and each.log_bytes.get("a") for each in recorded(folder)))
     place.kill_supervisor()
     with (folder / TIMELINE_FILE).open("ab") as file:
