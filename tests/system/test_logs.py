@@ -10,6 +10,7 @@ import tempfile
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,11 @@ count, line_bytes = int(sys.argv[1]), int(sys.argv[2])
 for number in range(count): os.write(1, b"%0*d\\n" % (line_bytes - 1, number))
 """
 """Writes numbered lines, each with one system call, without a pause."""
+COUNTER_WITH_LAST = f"""{COUNTER}
+open(sys.argv[3]).read()
+os.write(1, b"%0*d\\n" % (line_bytes - 1, count))
+"""
+"""The same, and then one more, once a pipe is closed."""
 BURSTS = """
 import os, sys
 with open(sys.argv[1], "rb", buffering=0) as go:
@@ -180,13 +186,26 @@ def test_a_log_whose_blocks_cannot_be_removed_for_another_reason_is_unchanged(
 
 @pytest.mark.slow
 async def test_a_log_capped_by_copying_keeps_its_newest_lines_in_order_under_a_writer(folder: Path) -> None:
+    pipe, ends = folder / "pipe", []
+    os.mkfifo(pipe)
+
+    def is_opened() -> bool:
+        with suppress(OSError):  # nobody reads yet
+            ends.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(ends)
+
     with open_stage(folder) as stage:
-        keeper = await stage.start(*python(COUNTER, 200_000, 100, stage.token))
-        await kept_while_capped(stage, keeper, LIMIT_BYTES)
+        keeper = await stage.start(*python(COUNTER_WITH_LAST, 200_000, 100, pipe, stage.token))
+        capping = asyncio.create_task(LogCapper({folder / "a.log": LIMIT_BYTES}).run())
+        await until(is_opened)
+        await until(lambda: (folder / "a.log").stat().st_size <= LIMIT_BYTES)
+        capping.cancel()  # before the last line: what is appended as the file is cut is lost
+        os.close(ends[0])
+        await keeper.exited()
         whole = [line for line in read_all(stage.folder / "a.log").data.splitlines() if len(line) == 99]
         kept = [int(line) for line in whole]
         assert kept == sorted(set(kept))
-        assert kept[-1] == 199_999
+        assert kept[-1] == 200_000
         assert len(kept) > LIMIT_BYTES // 2 // 100 - 100
 
 
