@@ -263,9 +263,8 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
     for name in lost:
         if not _until_restored(Path(os.path.realpath(logs), name)):
             raise NoSuchRun(text_of_lost(name))
-    return _find_run(
-        prefix, logs, also_ended=also_ended
-    )  # none may be lost: it may have been made since the first look
+    # Also where none is lost: its folder may have been made again since the first look.
+    return _find_run(prefix, logs, also_ended=also_ended)
 
 
 def text_of_lost(name: str) -> str:
