@@ -181,8 +181,8 @@ def test_a_chosen_port_is_free_and_none_that_a_connection_or_a_service_gets(tmp_
     few = tmp_path / "range"
     few.write_text(f"{taken + 2}\t60999\n")
     with socket.create_server(("127.0.0.1", taken)):
-        found = agent.free_port("127.0.0.1", but=range(20_000, taken), range_file=few)
-    assert found in (taken + 1, None) if taken >= 20_000 else found is not None and found != taken
+        found = agent.free_port("127.0.0.1", but=range(taken), range_file=few)
+    assert found in (taken + 1, None)  # none: another process has it
 
 
 async def test_what_ranks_on_two_machines_report_is_one_report_with_their_machines(
