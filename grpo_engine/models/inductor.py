@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import signal
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -18,37 +15,25 @@ _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
 def import_inductor(*, is_cpu: bool) -> None:
-    """Load and compute it ahead, also where the cache has all kernels; touches no GPU and leaves no thread."""
-    with computing_keys(is_cpu=is_cpu):
-        for name in _MODULES:
-            importlib.import_module(name)
+    """Load and compute it ahead, also where the cache has all kernels; touches no GPU and starts no thread."""
+    for name in _MODULES:
+        importlib.import_module(name)
+    compute_keys(is_cpu=is_cpu)
 
 
-@contextmanager
-def computing_keys(*, is_cpu: bool) -> Iterator[None]:
-    """Within, import other modules while a thread fills inductor's in-process caches, which leaves Python to others.
-
-    These are hashes of the sources of torch and of triton, 500 MB of them libtriton, and the CPU's vector features,
-    for which torch starts a Python.
-    """
-    # Here, since two threads that import modules which import each other may see one of them half made.
+def compute_keys(*, is_cpu: bool) -> None:
+    """Fill inductor's in-process caches: hashes of the sources of torch and triton, and the CPU's vector features."""
     from torch._inductor import codecache
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.runtime import triton_compat
 
-    def compute() -> None:
-        codecache.torch_key()
-        if triton_compat.HAS_TRITON:
-            triton_compat.triton_key()
-        if hasattr(codecache, "triton_key"):  # cached there from torch 2.13 on
-            codecache.triton_key()
-        if is_cpu:
-            pick_vec_isa()
-
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        computing = thread.submit(compute)
-        yield
-    computing.result()
+    codecache.torch_key()
+    if triton_compat.HAS_TRITON:
+        triton_compat.triton_key()
+    if hasattr(codecache, "triton_key"):  # cached there from torch 2.13 on
+        codecache.triton_key()
+    if is_cpu:
+        pick_vec_isa()
 
 
 @cache

@@ -12,7 +12,7 @@ import logging
 import os
 
 from grpo_engine.forking import keep_forkable
-from grpo_engine.models.inductor import computing_keys
+from grpo_engine.models.inductor import compute_keys
 from grpo_engine.server.config import ServerConfig
 
 _SERVER = (
@@ -76,16 +76,17 @@ def preload(config: ServerConfig) -> None:
     from grpo_engine.server.vllm.arguments import prepare_environment
 
     prepare_environment(config, dict(os.environ))  # every server does this again; here it only checks the settings
+    _import_all((*_SERVER, *_VLLM))
     from vllm.platforms import current_platform
 
-    is_cpu = bool(current_platform.is_cpu())
-    with computing_keys(is_cpu=is_cpu):
-        _import_all((*_SERVER, *_VLLM, *(_VLLM_CPU if is_cpu else _VLLM_CUDA)))
-        _import_model_of_vllm(config.model_name)
     from grpo_engine.server.vllm.patches import fork_cpu_engine, keep_imports_frozen
     from grpo_engine.server.vllm.read_ahead import read_ahead
 
+    is_cpu = bool(current_platform.is_cpu())
+    _import_all(_VLLM_CPU if is_cpu else _VLLM_CUDA)
+    _import_model_of_vllm(config.model_name)
     read_ahead(config.model_name)
+    compute_keys(is_cpu=is_cpu)
     keep_imports_frozen()
     if is_cpu and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
         fork_cpu_engine()
