@@ -91,6 +91,11 @@ def how_to_go_on(run_folder: Path) -> str:
     return "`grpo-tui up` starts another"
 
 
+def how_it_ended(run_folder: Path, state: RunState) -> str:
+    """For people, about a run that is over: its state, and how to go on with it."""
+    return f"run {run_folder.name} has ended: {state}; {how_to_go_on(run_folder)}"
+
+
 def what_comes_next(run_folder: Path) -> str:
     """For people, about a run that has finished: the commands that go on with what it has trained."""
     run, export = run_folder.name, ""

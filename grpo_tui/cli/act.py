@@ -10,7 +10,7 @@ import typer
 
 from grpo_engine.errors import PeerUnavailable
 from grpo_engine.wire.run_folder import SUPERVISOR_LOG
-from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, Notice, Reply, RunState, how_to_go_on
+from grpo_engine.wire.supervisor import ENDED_RUN_STATES, Bye, Notice, Reply, RunState, how_it_ended
 from grpo_tui.cli.arguments import RunAndService, RunArgument, TakePortsOption, run_to_act_on, split
 from grpo_tui.cli.printing import write_line
 from grpo_tui.client.api import (
@@ -133,7 +133,7 @@ def _state_of(reply: Reply, service: str) -> str:
 
 def _live(run: Run) -> Run:
     if not run.is_live:
-        raise NoSuchRun(f"run {run.id} has ended: {stored_status(run).state}; {how_to_go_on(run.folder)}")
+        raise NoSuchRun(how_it_ended(run.folder, stored_status(run).state))
     return run
 
 

@@ -29,6 +29,7 @@ from grpo_engine.wire.supervisor import (
     RunStatus,
     ServiceChanged,
     ServiceReport,
+    how_it_ended,
     how_to_go_on,
 )
 from grpo_engine.wire.supervisor import ServiceState as S
@@ -391,9 +392,9 @@ class Supervisor:
         """The state of the run."""
         return self._run.state
 
-    def words_of_end(self) -> str:
-        """For people, about a run that is over: how it ended, and how to go on with it."""
-        return f"run {self.run_name} has ended: {self.state}; {how_to_go_on(self._run_folder)}"
+    def how_it_ended(self) -> str:
+        """For people, about a run that is over: its state, and how to go on with it."""
+        return how_it_ended(self._run_folder, self.state)
 
     @property
     def service_names(self) -> list[str]:

@@ -193,7 +193,7 @@ def _name(supervisor: Supervisor, command: Command) -> str:
             f"{command.service!r} is not a service of {supervisor.run_name}; it has {names}", ExitCode.USAGE
         )
     if supervisor.state in ENDED_RUN_STATES:  # its process exits in a moment
-        raise CommandRefused(supervisor.words_of_end(), ExitCode.NO_SUCH_RUN)
+        raise CommandRefused(supervisor.how_it_ended(), ExitCode.NO_SUCH_RUN)
     if supervisor.is_ending:
         raise CommandRefused(
             f"run {supervisor.run_name} is ending: services can no longer be started or stopped", ExitCode.REFUSED
