@@ -259,8 +259,8 @@ def find_run(prefix: str | None, logs: Path = LOGS, *, also_ended: bool) -> Run:
     try:
         return _find_run(prefix, logs, also_ended=also_ended)
     except NoSuchRun:
-        lost = [name for name in lost_runs(logs) if prefix is None or _is_meant(prefix, name)]
-    for name in lost:
+        lost = lost_runs(logs)
+    for name in lost if prefix is None else _meant(prefix, sorted(lost)):
         if not _until_restored(Path(os.path.realpath(logs), name)):
             raise NoSuchRun(text_of_lost(name))
     # Also where none is lost: its folder may have been made again since the first look.
@@ -282,16 +282,18 @@ def _until_restored(folder: Path) -> bool:
     return is_there
 
 
-def _is_meant(prefix: str, name: str) -> bool:
-    return bool(prefix) and (name.startswith(prefix) or name.endswith(f"-{prefix}") or name_of_run(name) == prefix)
+def _meant(prefix: str, ids: Sequence[str]) -> list[str]:
+    """Of these ids of runs those that a word means: it is one, or its name; else it is the beginning, else the end."""
+    exact = [each for each in ids if each == prefix] or [each for each in ids if name_of_run(each) == prefix]
+    found = exact or [each for each in ids if each.startswith(prefix)]
+    return found or [each for each in ids if prefix and each.endswith(f"-{prefix}")]
 
 
 def _find_run(prefix: str | None, logs: Path, *, also_ended: bool) -> Run:
     known, left_out = runs_and_left_out(logs)
     if prefix is not None:
-        exact = [run for run in known if run.id == prefix] or [run for run in known if name_of_run(run.id) == prefix]
-        found = exact or [run for run in known if run.id.startswith(prefix)]
-        found = found or [run for run in known if prefix and run.id.endswith(f"-{prefix}")]
+        meant = _meant(prefix, [run.id for run in known])
+        found = [run for run in known if run.id in meant]
         if len(found) == 1:
             return found[0]
         if unreadable := [each for each in left_out if not found and each.run.startswith(prefix)]:
