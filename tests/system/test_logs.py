@@ -190,7 +190,7 @@ async def test_a_log_capped_by_copying_keeps_its_newest_lines_in_order_under_a_w
     os.mkfifo(pipe)
 
     def is_opened() -> bool:
-        with suppress(OSError):  # nobody reads yet
+        with suppress(OSError):  # the program has not opened it yet
             ends.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
         return bool(ends)
 

@@ -426,15 +426,10 @@ def test_files_that_a_deletion_takes_after_the_folder_was_made_again_are_written
 def test_down_right_after_the_run_folder_was_deleted_ends_the_run(place: Workplace) -> None:
     """It said that no run was started here, and a second later the supervisor had made the folder again."""
     place.up(service("a", IDLE, ready=UP))
-    supervisor = place.supervisor().pid
-    os.kill(supervisor, signal.SIGSTOP)  # for it has two seconds until it looks whether its folder is there
-    place.delete_run_folder()
-    ending = place.start("down")
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            ending.wait(1)
-    finally:
-        os.kill(supervisor, signal.SIGCONT)
+    with place.suspended(), suppress(subprocess.TimeoutExpired):
+        place.delete_run_folder()
+        ending = place.start("down")
+        ending.wait(1)
     told, error = ending.communicate(timeout=DEADLINE_S)
     assert (ending.returncode, error) == (0, "")
     assert "stopped in" in told

@@ -109,7 +109,7 @@ def _make_pool(tokenizer: Any) -> None:
     make = hf.maybe_make_thread_pool
     pooled = copy.copy(tokenizer)
     make(pooled, _NUM_COPIES)
-    if type(pooled) is type(tokenizer):  # one of Python, which needs no pool
+    if type(pooled) is type(tokenizer):  # vLLM makes no pool for one that is written in Python
         return
     backend, before = pooled._tokenizer, _state(pooled)
 
