@@ -117,3 +117,18 @@ def test_the_status_of_a_run_loads_no_setting_and_nothing_that_starts_or_ends_a_
     ended = modules_after("import grpo_tui.cli.look, grpo_tui.view.diagnosis, grpo_tui.supervisor.state_file")
     assert not ended & {"grpo_engine.config", "grpo_tui.services", "grpo_tui.profile", "grpo_tui.supervisor.teardown"}
     assert not live & {"grpo_tui.supervisor.state_file", "grpo_tui.supervisor.machine"}
+
+
+@pytest.mark.slow
+def test_a_model_loads_without_scikit_learn_which_is_there_for_others(tmp_path: Path) -> None:
+    package = tmp_path / "sklearn"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "metrics.py").write_text("roc_curve = 1")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from grpo_engine.models import loading; "
+        "print('sklearn' in sys.modules); from transformers.utils import is_sklearn_available; "
+        "from sklearn.metrics import roc_curve; print(is_sklearn_available())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_engine.errors import ModelError
+from grpo_engine.models.auto import AutoConfig, AutoModelForCausalLM
 from grpo_engine.models.config import DtypeName
 from grpo_engine.models.shared import load_model_on_shared, log_tensors
 from grpo_engine.models.sources import is_at_hand, read_source, resolve_model

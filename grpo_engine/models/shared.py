@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from grpo_engine.errors import ModelError, first_of
+from grpo_engine.models.auto import AutoModelForCausalLM
 from grpo_engine.models.places import Place, place_parameter
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM
 
 from grpo_engine.errors import ModelError
+from grpo_engine.models.auto import AutoModelForCausalLM
 from grpo_engine.models.loading import load_config
 from grpo_engine.wire.codec import require_regular
 

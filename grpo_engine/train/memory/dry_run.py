@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM
 
 from grpo_engine.errors import ModelError
 from grpo_engine.flags import to_flags
+from grpo_engine.models.auto import AutoModelForCausalLM
 from grpo_engine.models.config import parse_layer_indices
 from grpo_engine.models.devices import require_device, trainable_device
 from grpo_engine.models.layers import require_layers, require_targets
