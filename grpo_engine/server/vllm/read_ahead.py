@@ -1,7 +1,8 @@
 """What the fork server reads of a model for the servers that it forks: its tokenizer and its parameters.
 
 Else each server would load the tokenizer, vLLM in it twice more, and vLLM's engine core: 0.25 s each time on two cores;
-and vLLM would copy it for its threads, which takes twice as long.
+and vLLM would copy it for its threads, which takes longer still. The fork server reads while it waits for its turn, and
+looks again at the files' times when that has come.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_engine.models.loading import load_tokenizer, resolve_model
+from grpo_engine.models.loading import load_config, load_tokenizer, resolve_model
 from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.server.vllm.checkpoint import Parameters, parameters_of
 
@@ -41,7 +42,7 @@ _ahead: dict[str, tuple[Stamp, ReadModel]] = {}
 
 
 def read_ahead(model_name: str) -> None:
-    """Read a model on this machine, here and into vLLM's caches.
+    """Read a model on this machine, here and into vLLM's caches, unless it was read and its files are the same.
 
     What cannot be read is left to the server, which reports it.
     """
@@ -49,6 +50,10 @@ def read_ahead(model_name: str) -> None:
     if folder is None:
         return
     stamp = _stamp(folder)
+    if (found := _ahead.get(model_name)) is not None:
+        if found[0] == stamp:
+            return
+        _empty_caches_of_vllm()
     try:
         _ahead[model_name] = (stamp, ReadModel(load_tokenizer(model_name), parameters_of(model_name)))
         _load_in_vllm(resolve_model(model_name))
@@ -72,15 +77,32 @@ def read_model(model_name: str) -> ReadModel:
 
 
 def _load_in_vllm(model: str) -> None:
+    tokenizer = _tokenizer_of_vllm(model)
+    _look_for_chat_template(model, tokenizer)
+    _make_pool(tokenizer)
+
+
+def _look_for_chat_template(model: str, tokenizer: Any) -> None:
+    """Have vLLM look for a template in a model's processor, and find none where the model has no processor.
+
+    transformers takes the tokenizer for it then, and loads it once more.
+    """
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
     from vllm.renderers import hf
 
-    tokenizer = _tokenizer_of_vllm(model)
-    # It loads another tokenizer, to look for a chat template (0.26 to 0.33).
-    look = hf._try_get_processor_chat_template
+    look, load = hf._try_get_processor_chat_template, hf.cached_get_processor  # 0.26 to 0.33
     names = inspect.signature(look).parameters
     defaults = {"trust_remote_code": False, "revision": None, "code_revision": None}
-    look(tokenizer, **{name: value for name, value in defaults.items() if name in names})
-    _make_pool(tokenizer)
+    if (
+        load_config(model).model_type not in PROCESSOR_MAPPING_NAMES
+        and "processor_class" not in tokenizer.init_kwargs
+        and not any(Path(model).glob("*processor_config.json"))
+    ):
+        hf.cached_get_processor = lambda *_, **__: tokenizer
+    try:
+        look(tokenizer, **{name: value for name, value in defaults.items() if name in names})
+    finally:
+        hf.cached_get_processor = load
 
 
 def _tokenizer_of_vllm(model: str) -> Any:

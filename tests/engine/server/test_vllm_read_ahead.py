@@ -22,16 +22,21 @@ from grpo_engine.server.vllm.checkpoint import parameters_of
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A model that the fork server has read, also in vLLM."""
     monkeypatch.setattr(read_ahead, "_ahead", {})
-    cached = lru_cache(lambda name, **_: SimpleNamespace(name_or_path=name))
+    cached = lru_cache(lambda name, **_: SimpleNamespace(name_or_path=name, init_kwargs={}))
     tokenizers, renderers, hf = (
         ModuleType(name) for name in ("vllm.tokenizers", "vllm.renderers", "vllm.renderers.hf")
     )
     tokenizers.cached_get_tokenizer = cached
     tokenizers.cached_tokenizer_from_config = lambda config: cached(config.tokenizer, mode=config.tokenizer_mode)
     templates = hf._PROCESSOR_CHAT_TEMPLATES = {}
-    hf._try_get_processor_chat_template = lambda tokenizer, *, trust_remote_code: templates.setdefault(
-        (tokenizer.name_or_path, trust_remote_code)
-    )
+    hf.cached_get_processor = lambda name: f"the template of {name}'s processor"
+
+    def look(tokenizer: Any, *, trust_remote_code: bool) -> None:
+        processor = hf.cached_get_processor(tokenizer.name_or_path)
+        template = processor if isinstance(processor, str) else None
+        templates.setdefault((tokenizer.name_or_path, trust_remote_code), template)
+
+    hf._try_get_processor_chat_template = look
     hf.maybe_make_thread_pool = lambda tokenizer, copies: tokenizer
     renderers.hf = hf
     for module in (ModuleType("vllm"), tokenizers, renderers, hf):
@@ -48,6 +53,27 @@ def test_a_server_has_what_its_fork_server_has_read(read: str) -> None:
     (Path(read) / "model.safetensors").touch()  # as a trainer may
     assert again is read_ahead.read_model(read)
     assert again.parameters == parameters_of(read)
+    read_ahead.read_ahead(read)  # as when the turn of the service has come
+    assert again is read_ahead.read_model(read)
+
+
+def test_a_model_that_has_changed_before_its_turn_is_read_again_also_by_vllm(read: str) -> None:
+    file = Path(read) / "tokenizer_config.json"
+    file.write_text(file.read_text().replace("<eos>", "<unk>"))
+    read_ahead.read_ahead(read)
+    again = read_ahead.read_model(read)
+    assert again.tokenizer.eos_token == "<unk>"
+    assert again is read_ahead.read_model(read)
+    assert sys.modules["vllm.tokenizers"].cached_get_tokenizer.cache_info().misses == 1  # since its cache was emptied
+
+
+@pytest.mark.parametrize("name", ["processor_config.json", "preprocessor_config.json"])
+def test_vllm_looks_into_the_processor_of_a_model_that_has_one(read: str, name: str) -> None:
+    templates = sys.modules["vllm.renderers.hf"]._PROCESSOR_CHAT_TEMPLATES
+    assert list(templates.values()) == [None]
+    (Path(read) / name).write_text("{}")
+    read_ahead.read_ahead(read)
+    assert list(templates.values()) == [f"the template of {read}'s processor"]
 
 
 def test_a_tokenizer_whose_files_have_changed_is_loaded_again_also_by_vllm(read: str) -> None:
