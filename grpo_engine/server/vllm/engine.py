@@ -41,6 +41,7 @@ from grpo_engine.server.vllm.arguments import (
 from grpo_engine.server.vllm.checkpoint import Parameters, can_reload_below_adapters, check_fits
 from grpo_engine.server.vllm.ending import END_WITHIN_S, end_engine_processes, shut_down
 from grpo_engine.server.vllm.generations import CLOSING, DEAD, Generations
+from grpo_engine.server.vllm.loader import INSTANT_TENSOR, reads_with_instant_tensor
 from grpo_engine.server.vllm.patches import Patch, check_patches, name_shared_memory, needed_patches
 from grpo_engine.server.vllm.read_ahead import read_model
 from grpo_engine.server.vllm.requests import sampling_params
@@ -99,6 +100,8 @@ class VllmEngine:
         self._parameters: Parameters
         self._has_read_weights = True
         """At the start; else they come from the previous server's memory or its trainer."""
+        self._has_start_loader = False
+        """vLLM would read files by the loader of its start, which is not for files that are read beside a trainer."""
         self._sharing: Sharing | None = None
         self._awaited: AnyProcess | None = None
         """The trainer that has newer weights, since this server started."""
@@ -200,6 +203,9 @@ class VllmEngine:
             self._has_read_weights = False
             arguments = replace(arguments, load_format="dummy", model_loader_extra_config={})
             logger.info("The model's files are not read: its weights are in memory, or a trainer has newer ones")
+        elif reads_with_instant_tensor(self._config, arguments):
+            arguments = replace(arguments, load_format=INSTANT_TENSOR)
+        self._has_start_loader = arguments is not self._arguments
         # As stock's server: else a prefill takes 2,048 tokens a step on every GPU, in place of 8,192 on an H100.
         return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
 
@@ -555,9 +561,10 @@ class VllmEngine:
 
     async def _read_checkpoint(self, llm: AsyncLLM, path: Path, policy_version: int, *, is_first: bool = False) -> None:
         with self._generations.lock.writing(policy_version), self._generations.awaiting_core():
-            if not self._has_read_weights:  # by its loader at the start it could not
+            if self._has_start_loader:
                 loader = {name: getattr(self._arguments, name) for name in ("load_format", "model_loader_extra_config")}
                 await llm.collective_rpc("update_config", args=({"load_config": loader},))
+                self._has_start_loader = False
             # In place, tensor by tensor: the GPU has no memory left for a second copy.
             await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
             if is_first:

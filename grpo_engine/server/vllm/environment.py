@@ -59,6 +59,7 @@ def settle_environment(config: ServerConfig, environment: MutableMapping[str, st
         # vLLM (seen with 0.32) stores a compiled model that it cannot load, and so compiles at every start. Inductor's
         # own cache does load: a restart takes 3 s, not 6.
         environment.setdefault("VLLM_USE_AOT_COMPILE", "0")
+    environment.setdefault("INSTANTTENSOR_BACKEND", "BUFFERED")  # from the page cache, not around it
     # A compiled model stored as one program loads in 0.3 s, not 3: vLLM's default with torch 2.12 and newer.
     if not any(environment.get(name) == value for name, value in _WITHOUT_WHOLE_PROGRAMS.items()):
         environment.setdefault("VLLM_USE_MEGA_AOT_ARTIFACT", "1")

@@ -219,7 +219,7 @@ async def unread(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> VllmEng
     """An engine that has read no weights, since it expects them from this process."""
     monkeypatch.setattr(vllm_engine, "_POLL_S", 0)
     monkeypatch.setattr(vllm_engine, "checkpoint_folder", Path)
-    engine._has_read_weights = False
+    engine._has_read_weights, engine._has_start_loader = False, True
     engine._arguments = SimpleNamespace(**LOADER)
     engine._parameters = SimpleNamespace(shapes={}, aliases={})
     engine._generations.lock.expect(ProcessIdentity.of_this_process())
