@@ -14,6 +14,7 @@ import pytest
 from serving import save_tiny_model
 
 from grpo_engine.errors import ModelError
+from grpo_engine.server import preloading
 from grpo_engine.server.vllm import read_ahead
 from grpo_engine.server.vllm.checkpoint import parameters_of
 
@@ -155,3 +156,21 @@ def test_vllm_copies_a_tokenizer_that_is_not_as_it_was_read_ahead(copies: list[A
     hf.maybe_make_thread_pool(rendering, num_copies)
     assert isinstance(rendering, ThreadSafeHFTokenizerMixin)
     assert len(copies) == 1 + num_copies
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_vllm_starts_no_process_to_look_at_the_class_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed here")
+    from vllm.model_executor.models import registry
+
+    def in_subprocess(function: Any) -> None:
+        raise AssertionError(f"a process for {function}")
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", in_subprocess)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    preloading._import_model_of_vllm(str(save_tiny_model(tmp_path / "model", seed=1)))
+    assert registry._run_in_subprocess is in_subprocess
+    assert registry.ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls().is_text_generation_model
