@@ -44,6 +44,7 @@ def reads_with_instant_tensor(config: ServerConfig, arguments: AsyncEngineArgs) 
         and not arguments.enable_sleep_mode  # whose pool of memory keeps what is taken while weights load
         and arguments.tensor_parallel_size == arguments.pipeline_parallel_size == arguments.data_parallel_size == 1
         and folder is not None
+        and not any(folder.glob("consolidated*.safetensors"))  # Mistral's layout, which vLLM itself looks for
         and _has_sound_headers(folder)
     )
 

@@ -90,3 +90,8 @@ def test_damaged_files_are_left_to_vllms_loader_which_reports_them(model: Path, 
     else:
         file.write_bytes(whole[:-8] if damage == "cut off" else b"\xff" * 8 + whole[8:])
     assert not reads(model)
+
+
+def test_mistrals_own_layout_is_left_to_vllms_loader_which_looks_for_it(model: Path) -> None:
+    (model / "consolidated.safetensors").hardlink_to(model / "model.safetensors")
+    assert not reads(model)
