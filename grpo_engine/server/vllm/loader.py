@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def reads_with_instant_tensor(config: ServerConfig, arguments: AsyncEngineArgs) -> bool:
     """Whether InstantTensor reads the files, which it does from the page cache five times as fast as vLLM's own loader
-    (`benchmarks/loading.py`): on one GPU, from files of safetensors, with nothing else asked for.
+    (`benchmarks/reading.py`): on one GPU, from files of safetensors, with nothing else asked for.
 
     It takes up to 1.5 GB of the GPU meanwhile, which a vLLM that starts has, and one beside a trainer may not.
     """

@@ -56,7 +56,7 @@ def read_ahead(model_name: str) -> None:
         _empty_caches_of_vllm()
     try:
         _ahead[model_name] = (stamp, ReadModel(load_tokenizer(model_name), parameters_of(model_name)))
-        _load_in_vllm(resolve_model(model_name))
+        _load_in_vllm(resolve_model(model_name), folder)
     except Exception as error:  # vLLM raises many types
         logger.debug("%s cannot be read ahead: %s: %s", model_name, type(error).__name__, error)
 
@@ -76,13 +76,13 @@ def read_model(model_name: str) -> ReadModel:
     return ReadModel(load_tokenizer(model_name), parameters_of(model_name))
 
 
-def _load_in_vllm(model: str) -> None:
+def _load_in_vllm(model: str, folder: Path) -> None:
     tokenizer = _tokenizer_of_vllm(model)
-    _look_for_chat_template(model, tokenizer)
+    _look_for_chat_template(model, folder, tokenizer)
     _make_pool(tokenizer)
 
 
-def _look_for_chat_template(model: str, tokenizer: Any) -> None:
+def _look_for_chat_template(model: str, folder: Path, tokenizer: Any) -> None:
     """Have vLLM look for a template in a model's processor, and find none where the model has no processor.
 
     transformers takes the tokenizer for it then, and loads it once more.
@@ -96,7 +96,7 @@ def _look_for_chat_template(model: str, tokenizer: Any) -> None:
     if (
         load_config(model).model_type not in PROCESSOR_MAPPING_NAMES
         and "processor_class" not in tokenizer.init_kwargs
-        and not any(Path(model).glob("*processor_config.json"))
+        and not any(folder.glob("*processor_config.json"))
     ):
         hf.cached_get_processor = lambda *_, **__: tokenizer
     try:
