@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 
 from grpo_engine.environments.ahead import Ahead
@@ -19,6 +20,7 @@ from grpo_engine.environments.sampling.prompts import room_for_completion
 from grpo_engine.environments.sampling.sample import num_groups
 from grpo_engine.environments.status_requests import BatchLimits
 from grpo_engine.errors import ConfigError
+from grpo_engine.wire.environment_variables import RUN_VARIABLE, SERVICE_VARIABLE
 from grpo_engine.wire.rollouts import (
     EnvironmentStatus,
     RegisterEnvironmentRequest,
@@ -147,6 +149,7 @@ class TrainerLink:
                 min_batch_allocation=config.min_batch_allocation,
                 evaluates=self.evaluator.is_able,
                 takes_slots=True,
+                service=_service_of_run(),
             )
         )
         self.env_id = answer.env_id
@@ -274,3 +277,9 @@ def _waiting(request: StatusRequest, known: EnvironmentStatus) -> StatusRequest:
 
 def _num_tokens(group: ScoredGroup) -> int:
     return sum(map(len, group.tokens))
+
+
+def _service_of_run() -> str | None:
+    """The run and the service that this process is; None for one that no supervisor started."""
+    run, service = (os.environ.get(name) for name in (RUN_VARIABLE, SERVICE_VARIABLE))
+    return f"{run}/{service}" if run and service else None

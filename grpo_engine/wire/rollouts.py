@@ -102,6 +102,8 @@ class RegisterEnvironmentRequest(Message):
     """Whether it answers evaluations. Stock environments send neither this key nor the next."""
     takes_slots: bool = False
     """Whether it says in each request of its status how many groups it samples, and starts as many as it is granted."""
+    service: Name | None = None
+    """The run and its service, of which one process runs at a time: it replaces earlier ones of this name."""
 
 
 class RegisterEnvironmentResponse(Message):

@@ -10,7 +10,8 @@ from grpo_engine.wire.rollouts import RegisterEnvironmentRequest
 
 REPLACED_AFTER_S = 3.0
 """Time without a request after which an environment is replaced by a new registration of its name: its restart. Running
-environments send requests several times a second, or every five seconds while idle; any request reconnects one."""
+environments send requests several times a second, or every five seconds while idle; any request reconnects one. A
+service that was restarted says which one it is, and replaces its killed process however short that took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,9 @@ class Environments:
         self._last_live: Live | None = None
 
     def register(self, request: RegisterEnvironmentRequest, now: float) -> EnvironmentRecord:
-        """Register an environment; those of its name that sent nothing for `REPLACED_AFTER_S` are disconnected."""
+        """Register an environment; those of its name are disconnected that are of its service, or have sent nothing for
+        `REPLACED_AFTER_S`.
+        """
         same_name = [other for other in self.records.values() if other.desired_name == request.desired_name]
         record = EnvironmentRecord(
             id=len(self.records),
@@ -65,9 +68,11 @@ class Environments:
             min_batch_allocation=request.min_batch_allocation,
             evaluates=request.evaluates,
             takes_slots=request.takes_slots,
+            service=request.service,
         )
         for other in same_name:
-            if now - self.last_seen[other.id] > REPLACED_AFTER_S:
+            is_killed = request.service is not None and other.service == request.service
+            if is_killed or now - self.last_seen[other.id] > REPLACED_AFTER_S:
                 self.records[other.id] = replace(other, is_connected=False)
         self.records[record.id] = record
         self._last_live = None

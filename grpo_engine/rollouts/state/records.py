@@ -53,6 +53,7 @@ class EnvironmentRecord:
     is_connected: bool = True
     takes_slots: bool = False
     """Whether it says what it samples, and starts what it is granted."""
+    service: str | None = None
 
     def buffers(self, num_sequences: int) -> bool:
         """Whether a group of so many waits for others that complete its group size."""

@@ -28,9 +28,18 @@ from grpo_engine.environments.config import EnvironmentConfig
 from grpo_engine.environments.inference_servers import InferenceServers
 from grpo_engine.environments.main import work
 from grpo_engine.environments.runner import Progress
+from grpo_engine.environments.status_requests import BatchLimits
+from grpo_engine.environments.trainer_link import TrainerLink
 from grpo_engine.errors import ConfigError, PeerError
 from grpo_engine.models.tiny_tokenizer import tiny_tokenizer
-from grpo_engine.wire.rollouts import EnvironmentStatus, ScoredGroup, StatusRequest
+from grpo_engine.wire.environment_variables import RUN_VARIABLE, SERVICE_VARIABLE
+from grpo_engine.wire.rollouts import (
+    EnvironmentStatus,
+    RegisterEnvironmentRequest,
+    RegisterEnvironmentResponse,
+    ScoredGroup,
+    StatusRequest,
+)
 
 
 def half_right(prompt: str, index: int) -> str:
@@ -479,3 +488,24 @@ def test_progress_is_logged_again_when_there_are_new_groups(
         "step 1: 1 groups sent, 0 queued",
         "step 1: 2 groups sent, 0 queued",
     ]
+
+
+async def test_an_environment_says_which_service_of_which_run_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[RegisterEnvironmentRequest] = []
+
+    class Api:
+        async def register(self, request: RegisterEnvironmentRequest) -> RegisterEnvironmentResponse:
+            registered.append(request)
+            return RegisterEnvironmentResponse(status="success", env_id=0)
+
+        async def limits(self) -> BatchLimits:
+            return BatchLimits(batch_size=-1, max_token_len=-1)
+
+    link_to: Any = TrainerLink
+    config = settings("http://127.0.0.1:1", "http://127.0.0.1:2")
+    for service in (None, "env"):
+        if service is not None:
+            monkeypatch.setenv(RUN_VARIABLE, "run")
+            monkeypatch.setenv(SERVICE_VARIABLE, service)
+        await link_to(config, Api(), SimpleNamespace(is_able=False), notify=None, limit_of_servers=None).register()
+    assert [each.service for each in registered] == [None, "run/env"]

@@ -288,11 +288,13 @@ async def test_a_group_refused_by_a_store_that_fails_is_not_delivered(monkeypatc
         assert tags([json.loads(body) for body in delivery.bodies]) == [10, 12]
 
 
+@pytest.mark.parametrize("service", [None, "run/env"], ids=["silent for long enough", "the same service"])
 async def test_an_environment_that_was_replaced_does_not_come_back_with_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: str | None
 ) -> None:
-    monkeypatch.setattr(environments, "REPLACED_AFTER_S", -1.0)  # the first one has been silent for long enough
-    sums = RegisterEnvironmentRequest.model_validate(ENVIRONMENT)
+    if service is None:
+        monkeypatch.setattr(environments, "REPLACED_AFTER_S", -1.0)
+    sums = RegisterEnvironmentRequest.model_validate({**ENVIRONMENT, "service": service})
     for num_more, expected in ((2, ["sums_1"]), (0, ["sums_1"])):
         async with a_coordinator(Store(tmp_path / "rollouts.sqlite")) as coordinator:
             await coordinator.next_batch(client="trainer", ack=None)

@@ -215,6 +215,18 @@ async def test_a_guaranteed_share_has_slots_that_no_other_environment_takes() ->
         assert await may_start(api, many, sampled=2) == 0
 
 
+async def test_a_service_that_was_killed_and_restarted_at_once_has_the_slots_of_its_killed_process() -> None:
+    """It waited 30 s for them where it registered within 3 s."""
+    async with api_with_bound(0) as api:
+        killed = await join(api, service="run/env")
+        assert await may_start(api, killed) == 2
+        env = await join(api, service="run/env")
+        assert await may_start(api, env) == 2
+        another = await join(api, service="run/env2")
+        assert await may_start(api, another) == 0, "the slots of an environment that runs"
+        assert (await api.get("/status")).json()["environments"] == ["sums_1", "sums_2"]
+
+
 async def test_sizes_that_do_not_add_up_get_one_group_more_at_a_time() -> None:
     async with api_with_bound(0, batch_size=8) as api:
         three = await join(api, group_size=3)
