@@ -47,13 +47,9 @@ def read_ahead(model_name: str) -> None:
     What cannot be read is left to the server, which reports it.
     """
     folder = checkpoint_folder(model_name)
-    if folder is None:
+    if folder is None or _as_read(model_name) is not None:
         return
     stamp = _stamp(folder)
-    if (found := _ahead.get(model_name)) is not None:
-        if found[0] == stamp:
-            return
-        _empty_caches_of_vllm()
     try:
         _ahead[model_name] = (stamp, ReadModel(load_tokenizer(model_name), parameters_of(model_name)))
         _load_in_vllm(resolve_model(model_name), folder)
@@ -67,13 +63,19 @@ def read_model(model_name: str) -> ReadModel:
     Raises:
         ModelError: it cannot be found or read.
     """
-    if (found := _ahead.get(model_name)) is not None:
-        stamp, read = found
-        folder = checkpoint_folder(model_name)
-        if folder is not None and _stamp(folder) == stamp:
-            return read
-        _empty_caches_of_vllm()
-    return ReadModel(load_tokenizer(model_name), parameters_of(model_name))
+    return _as_read(model_name) or ReadModel(load_tokenizer(model_name), parameters_of(model_name))
+
+
+def _as_read(model_name: str) -> ReadModel | None:
+    """What was read ahead; None where that is nothing, or of other files than now, which vLLM then forgets too."""
+    if (found := _ahead.get(model_name)) is None:
+        return None
+    stamp, read = found
+    folder = checkpoint_folder(model_name)
+    if folder is not None and _stamp(folder) == stamp:
+        return read
+    _empty_caches_of_vllm()
+    return None
 
 
 def _load_in_vllm(model: str, folder: Path) -> None:
