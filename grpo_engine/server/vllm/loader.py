@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from grpo_engine.installed import installed_version
 from grpo_engine.models.stored_weights import checkpoint_folder
 from grpo_engine.server.config import ServerConfig
-from grpo_engine.server.vllm.flags import vllm_arguments
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -37,7 +36,7 @@ def reads_with_instant_tensor(config: ServerConfig, arguments: AsyncEngineArgs) 
         version is not None
         and Version(version) >= _READS_PAGE_CACHE_SINCE
         and bool(current_platform.is_cuda())
-        and "load_format" not in vllm_arguments(config.vllm).engine
+        and "load_format" not in config.vllm
         and not arguments.model_loader_extra_config
         and arguments.quantization is None
         and arguments.speculative_config is None

@@ -74,8 +74,7 @@ def test_a_cpu_has_vllms_loader(model: Path) -> None:
     assert not reads(model)
 
 
-def test_a_loader_that_the_user_names_is_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "vllm_arguments", lambda table: SimpleNamespace(engine=dict(table)))
+def test_a_loader_that_the_user_names_is_kept(model: Path) -> None:
     config = ServerConfig(model_name=str(model), vllm={"load_format": "auto"})
     arguments: Any = SimpleNamespace(**PLAIN)
     assert not reads_with_instant_tensor(config, arguments)
